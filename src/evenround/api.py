@@ -1,0 +1,157 @@
+"""The Python front door: `quantize(...)`, and `AutoRound(...)` for those who come from auto-round.
+
+Both build the same `Job` as the command line; there is no other way in.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import transformers
+from torch import nn
+
+from evenround.checkpoint import parse_size
+from evenround.config import ComputeDtype, DataConfig, DeviceConfig, OutputConfig, TuneConfig
+from evenround.errors import UserError
+from evenround.pipeline import Job, Progress, run
+from evenround.scheme import Override, Scheme, SchemeRules, parse_layer_config, preset
+
+
+def scheme_from(scheme: str | Scheme, *, bits: int | None = None, group_size: int | None = None, sym: bool | None = None) -> Scheme:
+    """A preset name or a Scheme, with single fields set on top."""
+    base = scheme if isinstance(scheme, Scheme) else preset(scheme)
+    fields = {"bits": bits, "group_size": group_size, "sym": sym}
+    return Scheme.from_dict({key: value for key, value in fields.items() if value is not None}, base)
+
+
+def quantize(
+    model: str | Path,
+    output_dir: str | Path,
+    *,
+    scheme: str | Scheme = "W4A16",
+    bits: int | None = None,
+    group_size: int | None = None,
+    sym: bool | None = None,
+    layer_config: str | Mapping[str, Override] | None = None,
+    ignore_layers: str | Sequence[str] = (),
+    quant_lm_head: bool = False,
+    iters: int = 200,
+    nsamples: int = 128,
+    seqlen: int = 2048,
+    batch_size: int = 8,
+    gradient_accumulate_steps: int = 1,
+    lr: float | None = None,
+    minmax_lr: float | None = None,
+    momentum: float = 0.0,
+    enable_minmax_tuning: bool = True,
+    not_use_best_mse: bool = False,
+    enable_quanted_input: bool = True,
+    nblocks: int = 1,
+    dataset: object = None,
+    seed: int = 42,
+    format: str | Sequence[str] = "auto_round",
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    device_map: str = "auto",
+    compute_dtype: ComputeDtype = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, object]:
+    """Quantize the model in directory `model` (or of that hub id) into `output_dir`; returns the run record.
+
+    Arguments are auto-round's. Running the same call again after an interruption goes on; other settings are refused unless `overwrite`.
+    Raises `UserError` for any wrong input, with what to do next.
+    """
+    job = Job(
+        model=str(model),
+        rules=SchemeRules(
+            default=scheme_from(scheme, bits=bits, group_size=group_size, sym=sym),
+            ignore_layers=_names(ignore_layers),
+            layer_config=parse_layer_config(layer_config) if isinstance(layer_config, str) else dict(layer_config or {}),
+            quant_lm_head=quant_lm_head,
+        ),
+        tune=TuneConfig(
+            iters=iters,
+            batch_size=batch_size,
+            gradient_accumulate_steps=gradient_accumulate_steps,
+            lr=lr,
+            minmax_lr=minmax_lr,
+            momentum=momentum,
+            minmax_tuning=enable_minmax_tuning,
+            keep="last" if not_use_best_mse else "best",
+            quantized_inputs=enable_quanted_input,
+            nblocks=nblocks,
+            seed=seed,
+        ),
+        data=DataConfig(dataset=dataset, nsamples=nsamples, seqlen=seqlen),
+        output=OutputConfig(
+            output_dir=Path(output_dir), formats=_names(format), max_shard_size=parse_size(max_shard_size), overwrite=overwrite
+        ),
+        device=DeviceConfig(device=device_map, compute_dtype=compute_dtype),
+        trust_remote_code=trust_remote_code,
+    )
+    return run(job, progress)
+
+
+def _names(value: str | Sequence[str]) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+class AutoRound:
+    """auto-round's constructor and `quantize_and_save`, on Evenround's core.
+
+    `model`: a directory or hub id, or a float transformers model in memory, which is saved to a temporary directory first (the job itself
+    streams from disk). Unknown arguments raise `TypeError`; auto-round drops them.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        tokenizer: transformers.PreTrainedTokenizerBase | None = None,
+        scheme: str | Scheme = "W4A16",
+        *,
+        bits: int | None = None,
+        group_size: int | None = None,
+        sym: bool | None = None,
+        layer_config: str | Mapping[str, Override] | None = None,
+        ignore_layers: str | Sequence[str] = (),
+        quant_lm_head: bool = False,
+        dataset: object = None,
+        iters: int = 200,
+        seqlen: int = 2048,
+        nsamples: int = 128,
+        batch_size: int = 8,
+        gradient_accumulate_steps: int = 1,
+        lr: float | None = None,
+        minmax_lr: float | None = None,
+        momentum: float = 0.0,
+        enable_minmax_tuning: bool = True,
+        not_use_best_mse: bool = False,
+        enable_quanted_input: bool = True,
+        nblocks: int = 1,
+        device_map: str = "auto",
+        seed: int = 42,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if isinstance(model, nn.Module) and tokenizer is None:
+            raise UserError("AutoRound(model=<module>) needs tokenizer=: the checkpoint is saved with it")
+        self._model, self._tokenizer = model, tokenizer
+        self._arguments = {
+            name: value for name, value in locals().items() if name not in ("self", "model", "tokenizer", "__class__")
+        }
+
+    def quantize_and_save(
+        self, output_dir: str | Path = "tmp_autoround", format: str | Sequence[str] = "auto_round", *, max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+    ) -> dict[str, object]:
+        """Quantize and write `output_dir` (one folder a format if there are several); returns the run record."""
+        model = self._model
+        where = {"format": format, "max_shard_size": max_shard_size, "overwrite": overwrite}
+        if not isinstance(model, nn.Module):
+            return quantize(model, output_dir, **where, **self._arguments)  # type: ignore[arg-type]
+        with tempfile.TemporaryDirectory(prefix="evenround-") as folder:
+            model.save_pretrained(folder)  # type: ignore[operator]
+            assert self._tokenizer is not None
+            self._tokenizer.save_pretrained(folder)
+            return quantize(folder, output_dir, **where, **self._arguments)  # type: ignore[arg-type]

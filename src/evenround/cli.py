@@ -1,0 +1,289 @@
+"""The command line: `evenround quantize | eval | verify | show`.
+
+Flags are auto-round's, with `_` or `-`. A flag that auto-round has and Evenround does not yet implement is refused by name, never ignored;
+an unknown flag is answered with the nearest known one. Progress and messages go to stderr, results to stdout.
+Exit codes: 0 done; 1 `verify` found something wrong; 2 wrong input; 130 interrupted (the same command goes on).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import transformers
+from rich.console import Console
+
+from evenround.api import quantize
+from evenround.config import COMPUTE_DTYPES, RECIPES
+from evenround.errors import UserError, nearest
+from evenround.evaluate import evaluate, run_tasks
+from evenround.report import render_show, render_verification, show
+from evenround.terminal import TerminalProgress
+from evenround.verify import verify
+from evenround.version import __version__
+
+NOT_YET = (
+    "model_dtype platform num_hidden_layers debug_layer_num algorithm algorithms alg algs alg_config alg_configs schemes options avg_bits "
+    "target_bits low_gpu_mem_usage disable_low_cpu_mem_usage low_cpu_mem_usage enable_torch_compile disable_torch_compile shared_layers "
+    "static_kv_dtype static_kv_granularity static_attention_dtype static_attention_granularity data_type dtype act_bits act_group_size "
+    "act_asym act_data_type act_dtype disable_act_dynamic super_bits super_group_size scale_dtype to_quant_block_names "
+    "enable_norm_bias_tuning enable_alg_ext enable_adam enable_lfq enable_neuqi enable_opt_rtn awq_duo_scaling awq_n_grid awq_seqlen "
+    "awq_smooth_batch_size awq_apply_clip awq_clip_as_init svdquant_rank rotation_type rotation_backend rotation_block_size r1 r2 r3 r4 "
+    "ignore_scale_zp_bits enable_deterministic_algorithms model_free disable_model_free quant_nontext_module extra_data_dir template mllm "
+    "eval_gen_kwargs fewshot_as_multiturn eval_task_by_task eval_backend vllm_args eval_model_dtype add_bos_token device_ids output_device "
+    "placement calibrate_all_experts memory_report"
+).split()
+"""auto-round's flags, and ours, that are recognized and refused."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with `_` and `-` alike in flags, nearest names for unknown ones, and `UserError` in place of its exit."""
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        return self.parse_args([_underscored(argument) for argument in arguments])
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
+        known, unknown = self.parse_known_args(args)
+        for argument in unknown:
+            self._refuse(argument, list(args or ()))
+        return known
+
+    def _refuse(self, argument: str, arguments: list[str]) -> NoReturn:
+        if not argument.startswith("--"):
+            raise UserError(f"unexpected argument {argument!r} (see {self.prog} --help)")
+        flag = argument.split("=")[0]
+        name = flag.removeprefix("--")
+        if name in NOT_YET:
+            raise UserError(f"{flag} is not implemented yet; leave it out")
+        raise UserError(f"there is no flag {flag}{nearest(flag, self._flags())} (see {self.prog} --help)")
+
+    def _flags(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+
+
+def _underscored(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value
+
+
+def _sub(commands: "argparse._SubParsersAction[_Parser]", name: str, help: str) -> _Parser:
+    return commands.add_parser(name, help=help, description=help, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
+def build_parser() -> _Parser:
+    """The whole command line; `tools/cli_docs.py` writes docs/cli.md from it."""
+    parser = _Parser(prog="evenround", description="Quantize large language models by block tuning.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"evenround {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="quantize | eval | verify | show", parser_class=_Parser)
+    _add_quantize(_sub(commands, "quantize", "quantize a model directory or hub id"))
+    _add_eval(_sub(commands, "eval", "perplexity, and KL and top-1 agreement against the original"))
+    _add_verify(_sub(commands, "verify", "read a checkpoint back and say what is wrong with it"))
+    _add_show(_sub(commands, "show", "what a checkpoint or a run consists of"))
+    return parser
+
+
+def _add_quantize(parser: _Parser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", help="model directory, or hub id")
+    add("--model", "--model_name", "--model_name_or_path", dest="model_flag", help="the same as a flag")
+    add("--recipe", choices=sorted(RECIPES), default="default", help="values for iters, nsamples and lr where they are not given")
+    group = parser.add_argument_group("scheme")
+    add = group.add_argument
+    add("--scheme", default="W4A16", help="preset, such as W4A16, W2A16G64, W3A16_ASYM")
+    add("--bits", "--bit", type=int, help="2 to 8, on top of the scheme")
+    add("--group_size", type=int, help="weights that share a scale; -1: per output channel; 0: per tensor")
+    add("--asym", action="store_true", help="asymmetric, with a zero point per group")
+    add("--layer_config", help='JSON: name, substring or regex → preset or fields, e.g. {"down_proj": {"bits": 8}}')
+    add("--ignore_layers", "--fp_layers", default="", help="comma list of names, substrings or regexes left in floating point")
+    add("--quant_lm_head", action="store_true", help="quantize the output head, too")
+    group = parser.add_argument_group("tuning")
+    add = group.add_argument
+    add("--iters", "--iter", type=int, help="steps per block; 0: round to nearest, no text needed (default: the recipe's)")
+    add("--batch_size", "--train_bs", "--bs", type=int, default=8, help="samples of one micro-step")
+    add("--gradient_accumulate_steps", type=int, default=1, help="micro-steps per step")
+    add("--lr", type=float, help="step size of the rounding offsets (default: the recipe's, else 1 / iters)")
+    add("--minmax_lr", type=float, help="step size of the clip factors (default: lr)")
+    add("--momentum", type=float, default=0.0, help="decay of the averaged gradient whose sign is followed")
+    add("--disable_minmax_tuning", action="store_true", help="leave the clip factors at 1")
+    add("--not_use_best_mse", action="store_true", help="keep the last iterate instead of the best")
+    add("--disable_quanted_input", action="store_true", help="tune each block on the float model's activations")
+    add("--nblocks", type=int, default=1, help="consecutive blocks tuned together")
+    add("--disable_opt_rtn", action="store_true", help="with iters 0: plain rounding; the only one there is yet, so iters 0 needs this flag")
+    add("--seed", type=int, default=42, help="decides rows, their order, everything random")
+    group = parser.add_argument_group("calibration data")
+    add = group.add_argument
+    add("--dataset", help="text file (.txt .json .jsonl), `demo` (shipped text), or hub dataset (default NeelNanda/pile-10k)")
+    add("--nsamples", "--nsample", type=int, help="rows of text (default: the recipe's)")
+    add("--seqlen", "--seq_len", type=int, default=2048, help="tokens per row")
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--format", "--formats", default="auto_round", help="auto_round, llm_compressor, fake; several: a folder each")
+    add("--output_dir", default="./tmp_autoround", help="one format is written straight into it")
+    add("--max_shard_size", default="5GB", help="largest file, such as 5GB or 500MB")
+    add("--overwrite", action="store_true", help="start anew over what is in output_dir")
+    add("--json", action="store_true", help="print a summary of the run record to stdout")
+    group = parser.add_argument_group("machine")
+    add = group.add_argument
+    add("--device", "--device_map", "--devices", default="auto", help="auto, cpu, cuda:0, xpu:0, or a number")
+    add("--compute_dtype", choices=COMPUTE_DTYPES, default="auto", help="auto: the model's own where the device multiplies it natively")
+    add("--disable_amp", action="store_true", help="compute in float32")
+    _add_trust(parser)
+    group = parser.add_argument_group("evaluation afterwards (needs evenround[eval])")
+    add = group.add_argument
+    add("--tasks", "--task", default="", help="comma list of lm-eval tasks, or YAML files of tasks")
+    add("--eval_bs", type=int, default=8, help="batch size of the evaluation")
+    add("--limit", type=int, help="samples per task")
+    add("--num_fewshot", type=int, help="examples in the prompt")
+
+
+def _add_trust(parser: _Parser) -> None:
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--disable_trust_remote_code", action="store_true", help="do not (this is how it is without either flag)")
+
+
+def _add_eval(parser: _Parser) -> None:
+    parser.add_argument("model", help="checkpoint directory: float, auto_round, llm_compressor or fake")
+    parser.add_argument("--reference", help="the original, for KL and top-1 agreement")
+    parser.add_argument("--text", required=True, help="text file")
+    parser.add_argument("--seqlen", type=int, default=512, help="tokens per row")
+    parser.add_argument("--rows", type=int, help="at most this many rows (default: all of the text)")
+    parser.add_argument("--batch_size", "--eval_bs", type=int, default=8, help="rows at once")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_verify(parser: _Parser) -> None:
+    parser.add_argument("checkpoint", help="directory of a quantized checkpoint")
+    parser.add_argument("--reference", help="the original: adds the error of each layer, and the loss on a short text")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_show(parser: _Parser) -> None:
+    parser.add_argument("path", help="checkpoint, or output directory of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
+    model = options.model or options.model_flag
+    if model is None:
+        raise UserError("no model given: evenround quantize MODEL_DIRECTORY --output_dir DIR …")
+    if options.model and options.model_flag and options.model != options.model_flag:
+        raise UserError(f"two models given: {options.model!r} and --model {options.model_flag!r}")
+    recipe = RECIPES[options.recipe]
+    iters = recipe.iters if options.iters is None else options.iters
+    if iters == 0 and not options.disable_opt_rtn:
+        raise UserError("--iters 0 without --disable_opt_rtn asks for rounding with a scale search, which is not implemented yet; add --disable_opt_rtn")
+    if options.disable_amp and options.compute_dtype not in ("auto", "float32"):
+        raise UserError(f"--disable_amp asks for float32, --compute_dtype for {options.compute_dtype}; give one")
+    if options.trust_remote_code and options.disable_trust_remote_code:
+        raise UserError("--trust_remote_code and --disable_trust_remote_code contradict each other; give one")
+    tasks = [task for task in options.tasks.split(",") if task]
+    with TerminalProgress(err) as progress:
+        record = quantize(
+            model,
+            options.output_dir,
+            scheme=options.scheme,
+            bits=options.bits,
+            group_size=options.group_size,
+            sym=False if options.asym else None,
+            layer_config=options.layer_config,
+            ignore_layers=options.ignore_layers,
+            quant_lm_head=options.quant_lm_head,
+            iters=iters,
+            nsamples=recipe.nsamples if options.nsamples is None else options.nsamples,
+            seqlen=options.seqlen,
+            batch_size=options.batch_size,
+            gradient_accumulate_steps=options.gradient_accumulate_steps,
+            lr=recipe.lr if options.lr is None else options.lr,
+            minmax_lr=options.minmax_lr,
+            momentum=options.momentum,
+            enable_minmax_tuning=not options.disable_minmax_tuning,
+            not_use_best_mse=options.not_use_best_mse,
+            enable_quanted_input=not options.disable_quanted_input,
+            nblocks=options.nblocks,
+            dataset=options.dataset,
+            seed=options.seed,
+            format=options.format,
+            max_shard_size=options.max_shard_size,
+            overwrite=options.overwrite,
+            device_map=options.device,
+            compute_dtype="float32" if options.disable_amp else options.compute_dtype,
+            trust_remote_code=options.trust_remote_code,
+            progress=progress,
+        )
+    summary: dict[str, object] = {"output_dir": options.output_dir, **{key: record[key] for key in SUMMARY}}
+    if tasks:
+        folder = Path(options.output_dir)
+        last = options.format.split(",")[-1].strip()
+        checkpoint = folder if (folder / "config.json").exists() else folder / last
+        summary["tasks"] = run_tasks(checkpoint, tasks, options.eval_bs, options.limit, options.num_fewshot)
+    if options.json:
+        out.print_json(json.dumps(summary))
+    else:
+        out.print(*render_show(show(Path(options.output_dir))), sep="\n")
+        if tasks:
+            out.print_json(json.dumps(summary["tasks"]))
+    return 0
+
+
+SUMMARY = ("model", "architecture", "formats", "quantized_weights", "source_bytes", "totals", "calibration_notes")
+"""Keys of the run record that `quantize --json` prints."""
+
+
+def _eval(options: argparse.Namespace, out: Console, err: Console) -> int:
+    reference = Path(options.reference) if options.reference else None
+    result = evaluate(
+        Path(options.model), reference, Path(options.text), seqlen=options.seqlen, rows=options.rows, batch_size=options.batch_size
+    )
+    values = result.to_dict()
+    if options.json:
+        out.print_json(json.dumps(values))
+    else:
+        for key, value in values.items():
+            out.print(f"{key:>22}  {value:.6g}" if isinstance(value, float) else f"{key:>22}  {value}", highlight=False)
+    return 0
+
+
+def _verify(options: argparse.Namespace, out: Console, err: Console) -> int:
+    result = verify(Path(options.checkpoint), Path(options.reference) if options.reference else None)
+    if options.json:
+        out.print_json(json.dumps(result.to_dict()))
+    else:
+        out.print(*render_verification(result), sep="\n")
+    return 0 if result.ok else 1
+
+
+def _show(options: argparse.Namespace, out: Console, err: Console) -> int:
+    values = show(Path(options.path))
+    if options.json:
+        out.print_json(json.dumps(values))
+    else:
+        out.print(*render_show(values), sep="\n")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    out, err = Console(soft_wrap=True), Console(stderr=True)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        options = build_parser().parse(sys.argv[1:] if arguments is None else arguments)
+        command = {"quantize": _quantize, "eval": _eval, "verify": _verify, "show": _show}[options.command]
+        return command(options, out, err)
+    except UserError as error:
+        err.print(f"evenround: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        err.print("evenround: interrupted; run the same command again to go on where it stopped", style="bold", highlight=False)
+        return 130
+    except torch.OutOfMemoryError as error:
+        err.print(f"evenround: out of memory: {error}; use a smaller --batch_size or --seqlen", style="bold red", markup=False, highlight=False)
+        return 2

@@ -1,0 +1,149 @@
+"""Settings as small frozen dataclasses; rules between fields live in `__post_init__` and name the flag and the fix."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from evenround.errors import UserError, nearest
+
+
+def _at_least(flag: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{flag} {value!r} must be a whole number of at least {least}")
+
+
+def _positive(flag: str, value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
+        raise UserError(f"{flag} {value!r} must be a positive number")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneConfig:
+    """How a block is tuned."""
+
+    iters: int = 200
+    """Optimizer steps per block group; 0 rounds to nearest."""
+    batch_size: int = 8
+    """Samples of one micro-step."""
+    gradient_accumulate_steps: int = 1
+    """Micro-steps per optimizer step: one step sees batch_size * gradient_accumulate_steps samples."""
+    lr: float | None = None
+    """Step size of V; None: 1 / iters."""
+    minmax_lr: float | None = None
+    """Step size of the clip factors; None: lr."""
+    momentum: float = 0.0
+    """Decay of the averaged gradient whose sign is followed; 0: the sign of each step's own gradient."""
+    minmax_tuning: bool = True
+    """Tune the clip factors of each group besides V."""
+    keep: Literal["best", "last"] = "best"
+    """Which iterate is kept: the one with the lowest mini-batch loss (auto-round's), or the last."""
+    quantized_inputs: bool = True
+    """Feed each block what the quantized blocks before it give, not what the float ones give."""
+    nblocks: int = 1
+    """Consecutive blocks tuned together."""
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        _at_least("--iters", self.iters, 0)
+        _at_least("--batch_size", self.batch_size, 1)
+        _at_least("--gradient_accumulate_steps", self.gradient_accumulate_steps, 1)
+        _at_least("--nblocks", self.nblocks, 1)
+        _at_least("--seed", self.seed, 0)
+        _positive("--lr", self.lr)
+        _positive("--minmax_lr", self.minmax_lr)
+        if not 0 <= self.momentum < 1:
+            raise UserError(f"--momentum {self.momentum!r} must be at least 0 and below 1")
+
+    @property
+    def step_size(self) -> float:
+        """Step size of V at iteration 0."""
+        return self.lr if self.lr is not None else 1 / max(1, self.iters)
+
+    @property
+    def clip_step_size(self) -> float:
+        """Step size of the clip factors at iteration 0."""
+        return self.minmax_lr if self.minmax_lr is not None else self.step_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Values for what the user did not set."""
+
+    iters: int
+    nsamples: int
+    lr: float | None = None
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "default": Recipe(iters=200, nsamples=128),
+        "best": Recipe(iters=1000, nsamples=512),
+        "light": Recipe(iters=50, nsamples=128, lr=5e-3),
+        "rtn": Recipe(iters=0, nsamples=1),
+    }
+)
+"""auto-round's recipes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Which text, and how much of it, is run through the model."""
+
+    dataset: object = None
+    """Path, hub name (auto-round's grammar), list of texts or chats, or token tensors; None: NeelNanda/pile-10k."""
+    nsamples: int = 128
+    seqlen: int = 2048
+
+    def __post_init__(self) -> None:
+        _at_least("--nsamples", self.nsamples, 1)
+        _at_least("--seqlen", self.seqlen, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """Where the result goes, in which formats."""
+
+    output_dir: Path
+    formats: tuple[str, ...] = ("auto_round",)
+    max_shard_size: int = 5 * 10**9
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.formats:
+            raise UserError("--format is empty; use auto_round, llm_compressor or fake")
+        if len(set(self.formats)) != len(self.formats):
+            raise UserError(f"--format {','.join(self.formats)} names a format twice")
+        _at_least("--max_shard_size", self.max_shard_size, 1)
+
+
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
+COMPUTE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceConfig:
+    """What computes, and in which precision."""
+
+    device: str = "auto"
+    compute_dtype: ComputeDtype = "auto"
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            hint = nearest(str(self.compute_dtype), COMPUTE_DTYPES)
+            raise UserError(f"--compute_dtype {self.compute_dtype!r} is not one of {', '.join(COMPUTE_DTYPES)}{hint}")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`"float32"` → `torch.float32`, for the names of `COMPUTE_DTYPES` but `auto`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def as_dict(config: object) -> dict[str, object]:
+    """A config as plain JSON values, for the record and the fingerprint."""
+    fields: dict[str, object] = dataclasses.asdict(config)  # type: ignore[call-overload]
+    return {key: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value for key, value in fields.items()}

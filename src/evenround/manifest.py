@@ -1,0 +1,126 @@
+"""What a run has finished, on disk, so that a killed run goes on where it was.
+
+After each block group the two input chains and then the manifest are written (write new, fsync, rename), in this order: a kill between any two
+writes leaves the state of the group before. Nothing random needs saving: each group's generator is seeded from the seed and the group's number.
+A manifest is continued only by a run with the same settings; any difference is named.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from evenround.checkpoint import atomic_write_text
+from evenround.errors import UserError
+
+FOLDER = ".evenround"
+_MANIFEST = "manifest.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Inputs of the next block group, `[samples, tokens, hidden]`."""
+
+    float_inputs: Tensor
+    """What the float blocks give."""
+    quantized_inputs: Tensor
+    """What the quantized blocks give; the same tensor as `float_inputs` when they are not chained."""
+
+
+@dataclass(slots=True)
+class Manifest:
+    """State of one output directory. `done` counts finished groups; `blocks` holds their records."""
+
+    folder: Path
+    settings: Mapping[str, object]
+    done: int = 0
+    blocks: list[dict[str, object]] = field(default_factory=list)
+
+    @staticmethod
+    def open(output_dir: Path, settings: Mapping[str, object]) -> "Manifest":
+        """The manifest under `output_dir`, or a new one. Raises `UserError` naming each setting that differs."""
+        folder = output_dir / FOLDER
+        path = folder / _MANIFEST
+        if not path.is_file():
+            return Manifest(folder, settings)
+        try:
+            saved = json.loads(path.read_text())
+            done, blocks, before = int(saved["done"]), list(saved["blocks"]), dict(saved["settings"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} cannot be read ({error}); start anew with --overwrite") from error
+        if saved.get("version") != _VERSION:
+            raise UserError(f"{path} was written by another version of evenround; start anew with --overwrite")
+        refuse_other_settings(output_dir, before, settings)
+        return Manifest(folder, settings, done, blocks)
+
+    def commit(self, chains: Chains | None, block: dict[str, object] | None) -> None:
+        """The group after `done` is finished: save what the next needs, then say so, then drop what the last needed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        before = self._chain_path(self.done)
+        if block is not None:
+            self.blocks.append(block)
+        self.done += 1
+        if chains is not None:
+            _save(self._chain_path(self.done), chains)
+        state = {"version": _VERSION, "done": self.done, "blocks": self.blocks, "settings": self.settings}
+        atomic_write_text(self.folder / _MANIFEST, json.dumps(state, indent=1))
+        before.unlink(missing_ok=True)
+
+    def chains(self) -> Chains:
+        """The chains saved with the last commit. Raises `UserError` when they are gone or broken."""
+        path = self._chain_path(self.done)
+        try:
+            tensors = safetensors.torch.load_file(path)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{path} cannot be read ({error}); start anew with --overwrite") from error
+        return Chains(tensors["float"], tensors.get("quantized", tensors["float"]))
+
+    def remove(self) -> None:
+        """The run is over: drop the working folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _chain_path(self, done: int) -> Path:
+        return self.folder / f"inputs-{done:05d}.safetensors"
+
+
+def refuse_other_settings(output_dir: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raises `UserError` naming every setting that differs between an earlier run in `output_dir` and this one."""
+    plain = json.loads(json.dumps(now))
+    differences = list(_differences("", before, plain))
+    if differences:
+        raise UserError(
+            f"{output_dir} holds a run with other settings: {'; '.join(differences[:6])}"
+            f"{' …' if len(differences) > 6 else ''}. Repeat those settings to go on, choose another --output_dir, or start anew with --overwrite"
+        )
+
+
+def _differences(prefix: str, before: object, now: object) -> Sequence[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        found: list[str] = []
+        for key in {**before, **now}:
+            found += _differences(f"{prefix}{key}.", before.get(key), now.get(key))
+        return found
+    return [] if before == now else [f"{prefix.rstrip('.')} was {before!r}, is {now!r}"]
+
+
+def _save(path: Path, chains: Chains) -> None:
+    tensors = {"float": chains.float_inputs.contiguous()}
+    if chains.quantized_inputs is not chains.float_inputs:
+        tensors["quantized"] = chains.quantized_inputs.contiguous()
+    new = path.with_suffix(".new")
+    try:
+        safetensors.torch.save_file(tensors, new)
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except (OSError, safetensors.SafetensorError) as error:
+        new.unlink(missing_ok=True)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        raise UserError(f"cannot write the {needed} bytes of {path}: {error}; free some space and run the same command again") from error

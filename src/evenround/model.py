@@ -1,0 +1,442 @@
+"""A model as a meta skeleton, its decoder blocks, the weights to quantize in them, and one block at a time in memory.
+
+The skeleton is built from config.json alone: every parameter lives on the meta device, buffers that the constructor computes (rotary
+frequencies) are real. `Skeleton.materialized` fills the parameters under some modules from the checkpoint and empties them on exit, so host
+memory holds one block group whatever the model's depth.
+
+How each block is called is *observed*, not assumed: the base model's own forward runs once with every block replaced by a recorder that
+hands its input on. Masks, rotary embeddings and per-layer switches (sliding against full attention, local rope) are then right for any
+architecture whose block arguments do not depend on other blocks' outputs. What we give up: architectures with such cross-block arguments.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.pytorch_utils import Conv1D
+
+from evenround.checkpoint import Checkpoint
+from evenround.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """One weight to quantize, seen as `[out, in]`."""
+
+    name: str
+    """Fully qualified module name, e.g. `model.layers.0.self_attn.q_proj`."""
+    checkpoint_name: str
+    """Its tensor in the source checkpoint."""
+    shape: tuple[int, int]
+    """(out, in)."""
+    transposed: bool
+    """Stored `[in, out]` in module and checkpoint (GPT-2's Conv1D)."""
+    block: int | None
+    """Number of its decoder block; None for the output head."""
+    is_head: bool
+    dtype: torch.dtype
+    """In the source checkpoint."""
+    has_bias: bool
+
+    @property
+    def parameter(self) -> str:
+        """Fully qualified parameter name in the module tree."""
+        return self.name + ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A causal language model without weights, tied to the checkpoint that has them."""
+
+    model: nn.Module
+    config: transformers.PretrainedConfig
+    checkpoint: Checkpoint
+    names: Mapping[str, str]
+    """Parameter or persistent buffer of the module tree → tensor of the checkpoint."""
+    tied: Mapping[str, str]
+    """Tied parameter without a tensor of its own → the parameter that it shares."""
+    block_names: tuple[str, ...]
+    sites: tuple[Site, ...]
+    """Every quantizable weight of every block in order, then the output head."""
+
+    def block(self, number: int) -> nn.Module:
+        """Decoder block `number`."""
+        return self.model.get_submodule(self.block_names[number])
+
+    @property
+    def unknown_tensors(self) -> tuple[str, ...]:
+        """Tensors of the checkpoint that the model class does not know; exports copy them through."""
+        known = set(self.names.values())
+        return tuple(name for name in self.checkpoint.names if name not in known)
+
+    @contextlib.contextmanager
+    def materialized(self, prefixes: Sequence[str], dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterator[None]:
+        """Parameters and persistent buffers under `prefixes` hold the checkpoint's values in `dtype`, until the context ends.
+
+        Raises `UserError` naming the tensor when the checkpoint lacks one or its shape is not the model's.
+        """
+        filled: list[tuple[nn.Module, str, Tensor | nn.Parameter, bool]] = []
+        try:
+            by_tensor: dict[str, nn.Parameter] = {}
+            for full_name in [name for name in self.model.state_dict() if any(_under(name, prefix) for prefix in prefixes)]:
+                path, _, leaf = full_name.rpartition(".")
+                owner = self.model.get_submodule(path)
+                is_parameter = leaf in owner._parameters
+                before = owner._parameters[leaf] if is_parameter else owner._buffers[leaf]
+                assert before is not None
+                tensor_name = self._tensor_name(full_name)
+                if tensor_name not in by_tensor:
+                    by_tensor[tensor_name] = self._read(tensor_name, full_name, before, dtype, device)
+                filled.append((owner, leaf, before, is_parameter))
+                if is_parameter:
+                    owner._parameters[leaf] = by_tensor[tensor_name]
+                else:
+                    owner._buffers[leaf] = by_tensor[tensor_name].data.to(before.dtype)
+            yield
+        finally:
+            for owner, leaf, before, is_parameter in filled:
+                (owner._parameters if is_parameter else owner._buffers)[leaf] = before  # type: ignore[assignment]
+
+    def _tensor_name(self, full_name: str) -> str:
+        name = self.names.get(self.tied.get(full_name, full_name))
+        if name is None:
+            raise UserError(f"the checkpoint has no tensor for {full_name}; it is incomplete, or not of the architecture in config.json")
+        return name
+
+    def _read(self, tensor_name: str, full_name: str, like: Tensor, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+        tensor = self.checkpoint.read(tensor_name)
+        if tensor.shape != like.shape:
+            raise UserError(f"{tensor_name} has shape {list(tensor.shape)}, but config.json makes {full_name} {list(like.shape)}")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise UserError(f"{tensor_name} holds {bad} NaN or infinite value(s): repair the checkpoint before quantizing it")
+        return nn.Parameter(tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device), requires_grad=False)
+
+
+def _under(name: str, prefix: str) -> bool:
+    return prefix == "" or name.startswith(prefix + ".")
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters registered inside go to the meta device; buffers stay real, because constructors compute their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.data.to("meta"), requires_grad=False)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def load_config(source: Path, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
+    """config.json of a model directory. Raises `UserError` when it is missing, unreadable or of an unknown architecture."""
+    if not (source / "config.json").is_file():
+        raise UserError(f"{source} has no config.json: give a transformers model directory")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"{source / 'config.json'} cannot be used: {str(error).splitlines()[0]}") from error
+    return config
+
+
+def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> Skeleton:
+    """Build the skeleton of the model in `source`. Reads config.json and safetensors headers, no weights."""
+    config = load_config(source, trust_remote_code)
+    if config.to_dict().get("quantization_config"):
+        method = config.to_dict()["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"{source} is quantized already (quant_method {method!r}); start from the floating point model")
+    try:
+        with _parameters_on_meta():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"{source}: {str(error).splitlines()[0]}; only causal language models can be quantized") from error
+    model.eval()
+    names, tied = _map_names(model, checkpoint)
+    block_names = _find_blocks(model)
+    sites = _find_sites(model, checkpoint, names, block_names)
+    return Skeleton(model=model, config=config, checkpoint=checkpoint, names=names, tied=tied, block_names=block_names, sites=sites)
+
+
+def _map_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]:
+    """Module tree ↔ checkpoint: the same name, or with the base model's prefix added or taken away (GPT-2 files lack `transformer.`)."""
+    prefix = model.base_model_prefix + "."  # type: ignore[operator]
+    there = set(checkpoint.names)
+    tied = {target: source for target, source in model.all_tied_weights_keys.items()}  # type: ignore[union-attr, operator]
+    names: dict[str, str] = {}
+    for name in model.state_dict():
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        found = next((candidate for candidate in candidates if candidate in there), None)
+        if found is not None:
+            names[name] = found
+    return names, {target: source for target, source in tied.items() if target not in names and source in names}
+
+
+def _find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Names of the decoder blocks: the longest ModuleList of the modules that transformers must not split over devices."""
+    no_split = set(model._no_split_modules or ())  # type: ignore[union-attr, arg-type]
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    decoder = [(name, blocks) for name, blocks in lists if type(blocks[0]).__name__ in no_split] or lists
+    if not decoder:
+        raise UserError(f"{type(model).__name__} has no list of decoder blocks to tune one after another")
+    name, blocks = max(decoder, key=lambda item: len(item[1]))
+    return tuple(f"{name}.{number}" for number in range(len(blocks)))
+
+
+def _find_sites(model: nn.Module, checkpoint: Checkpoint, names: Mapping[str, str], block_names: Sequence[str]) -> tuple[Site, ...]:
+    sites = []
+    for number, block_name in enumerate(block_names):
+        block = model.get_submodule(block_name)
+        for name, parameter in block.named_parameters():
+            if parameter.ndim > 2:
+                raise UserError(f"{block_name}.{name} is a fused expert tensor {list(parameter.shape)}: mixture-of-experts models are not supported yet")
+        for name, module in block.named_modules(prefix=block_name):
+            if isinstance(module, (nn.Linear, Conv1D)):
+                sites.append(_site(name, module, checkpoint, names, number))
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(head, nn.Linear):
+        name = next(name for name, module in model.named_modules() if module is head)
+        sites.append(_site(name, head, checkpoint, {**names, **_tied_head(model, name, names)}, None))
+    return tuple(sites)
+
+
+def _tied_head(model: nn.Module, head: str, names: Mapping[str, str]) -> dict[str, str]:
+    parameter = head + ".weight"
+    source = model.all_tied_weights_keys.get(parameter)  # type: ignore[union-attr, operator]
+    return {} if parameter in names or source not in names else {parameter: names[source]}
+
+
+def _site(name: str, module: nn.Linear | Conv1D, checkpoint: Checkpoint, names: Mapping[str, str], block: int | None) -> Site:
+    parameter = name + ".weight"
+    if parameter not in names:
+        raise UserError(f"the checkpoint has no tensor for {parameter}; it is incomplete, or not of the architecture in config.json")
+    transposed = isinstance(module, Conv1D)
+    rows, columns = module.weight.shape
+    return Site(
+        name=name,
+        checkpoint_name=names[parameter],
+        shape=(columns, rows) if transposed else (rows, columns),
+        transposed=transposed,
+        block=block,
+        is_head=block is None,
+        dtype=checkpoint.specs[names[parameter]].dtype,
+        has_bias=module.bias is not None,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# How blocks are called
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor among a block's arguments. `rows_per_sample` 0: the same for every batch; else dim 0 grows with the batch."""
+
+    values: Tensor
+    rows_per_sample: int
+    distinct: bool
+    """True: `values` has `rows_per_sample` rows for each calibration sample; False: all samples share these rows."""
+
+    def select(self, samples: Tensor, device: torch.device) -> Tensor:
+        if self.rows_per_sample == 0:
+            return self.values.to(device)
+        if not self.distinct:
+            return self.values.to(device).repeat(len(samples), *[1] * (self.values.ndim - 1))
+        rows = self.values.unflatten(0, (-1, self.rows_per_sample))[samples.to(self.values.device)]
+        return rows.flatten(0, 1).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """How one decoder block is called, apart from its weights and hidden states."""
+
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    hidden_key: str | None
+    """Name of the hidden-states argument when it is passed by name; None: the first positional."""
+    returns_tuple: bool
+
+    def run(self, block: Callable[..., object], hidden: Tensor, samples: Tensor) -> Tensor:
+        """Output `[batch, tokens, hidden]` of `block` for hidden states of the calibration samples numbered `samples` `[batch]`."""
+
+        def fill(leaf: object) -> object:
+            return leaf.select(samples, hidden.device) if isinstance(leaf, _Leaf) else leaf
+
+        args, kwargs = pytree.tree_map(fill, (self.args, dict(self.kwargs)), is_leaf=lambda node: isinstance(node, _Leaf))
+        output = block(*args, **kwargs, **{self.hidden_key: hidden}) if self.hidden_key else block(hidden, *args, **kwargs)
+        return output[0] if self.returns_tuple else output  # type: ignore[index, return-value]
+
+
+@dataclass(slots=True)
+class _Recorded:
+    hidden: Tensor
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    hidden_key: str | None
+    returns_tuple: bool
+
+
+@contextlib.contextmanager
+def _recording(skeleton: Skeleton, replace: Tensor | None = None) -> Iterator[list[_Recorded]]:
+    """Blocks record their arguments and hand their input on; with `replace`, the last block gives that instead."""
+    records: list[_Recorded] = []
+    last = len(skeleton.block_names) - 1
+    blocks = [skeleton.block(number) for number in range(last + 1)]
+
+    def recorder(number: int, block: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
+        def record(*args: object, **kwargs: object) -> object:
+            key = None if args else "hidden_states"
+            hidden = args[0] if args else kwargs.pop("hidden_states")
+            assert isinstance(hidden, Tensor)
+            rest = args[1:]
+            as_tuple = records[0].returns_tuple if records else _gives_tuple(block, forward, args, kwargs, hidden, key)
+            records.append(_Recorded(hidden, rest, kwargs, key, as_tuple))
+            output = replace if replace is not None and number == last else hidden
+            return (output,) if as_tuple else output
+
+        return record
+
+    try:
+        for number, block in enumerate(blocks):
+            block.forward = recorder(number, block, block.forward)
+        yield records
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _gives_tuple(block: nn.Module, forward: Callable[..., object], args: tuple, kwargs: dict, hidden: Tensor, key: str | None) -> bool:
+    """Run the block's own forward on meta tensors, to see whether it returns a tensor or a tuple."""
+
+    def to_meta(leaf: object) -> object:
+        return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+    with _buffers_on_meta(block), torch.no_grad():
+        meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, kwargs))
+        return isinstance(forward(*meta_args, **meta_kwargs, **({key: hidden.to("meta")} if key else {})), tuple)
+
+
+@contextlib.contextmanager
+def _buffers_on_meta(block: nn.Module) -> Iterator[None]:
+    kept = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items() if buffer is not None]
+    try:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer.to("meta")
+        yield
+    finally:
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """What enters block 0, and how every block is called."""
+
+    hidden: Tensor
+    """`[samples, tokens, hidden]` in the compute dtype, on the host."""
+    calls: tuple[BlockCall, ...]
+
+
+EMBED_BATCH = 8
+"""Samples embedded at once: bounds the memory of masks and embeddings, does not touch results."""
+
+
+def _outside_blocks(skeleton: Skeleton) -> list[str]:
+    """Modules with own parameters outside of the blocks and the output head (embeddings, final norm)."""
+    head = skeleton.sites[-1].name if skeleton.sites[-1].is_head else None
+    inside = skeleton.block_names
+    found = []
+    for name, module in skeleton.model.named_modules():
+        own = any(True for _ in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+        if own and name != head and not any(name == block or _under(name, block) for block in inside):
+            found.append(name)
+    return found
+
+
+def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.dtype, device: torch.device | str) -> Embedded:
+    """Hidden states before block 0 for `tokens` `[samples, tokens]` (`mask`: bool, False where padded), and the calls of all blocks.
+
+    Batches of one and of two samples are compared, to learn which arguments grow with the batch.
+    """
+    prefixes = [name for name in _outside_blocks(skeleton)]
+    base = skeleton.model.base_model
+
+    def forward(rows: slice) -> list[_Recorded]:
+        with _recording(skeleton) as records:
+            attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
+            base(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
+        return records
+
+    with skeleton.materialized(prefixes, dtype, device), torch.no_grad():
+        one, two = forward(slice(0, 1)), forward(slice(0, min(2, len(tokens))))
+        grows = [_growing(a, b) if len(tokens) > 1 else [0] * len(_tensors(a)) for a, b in zip(one, two, strict=True)]
+        hidden = torch.empty(len(tokens), *one[0].hidden.shape[1:], dtype=dtype)
+        parts: list[list[_Recorded]] = []
+        for start in range(0, len(tokens), EMBED_BATCH):
+            records = forward(slice(start, start + EMBED_BATCH))
+            hidden[start : start + EMBED_BATCH] = records[0].hidden
+            if mask is not None:
+                parts.append(records)
+    interned: dict[tuple[int, int], _Leaf] = {}
+    calls = [_call(number, one[number], grows[number], parts, interned) for number in range(len(one))]
+    return Embedded(hidden=hidden, calls=tuple(calls))
+
+
+def _tensors(record: _Recorded) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((record.args, record.kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _growing(one: _Recorded, two: _Recorded) -> list[int]:
+    """For each tensor argument the rows per sample, or 0 when it does not grow with the batch."""
+    rows = []
+    for small, large in zip(_tensors(one), _tensors(two), strict=True):
+        grown = small.ndim > 0 and large.shape[0] == 2 * small.shape[0] and large.shape[1:] == small.shape[1:]
+        rows.append(small.shape[0] if grown else 0)
+    return rows
+
+
+def _call(number: int, one: _Recorded, grows: list[int], parts: list[list[_Recorded]], interned: dict[tuple[int, int], _Leaf]) -> BlockCall:
+    position = itertools.count()
+
+    def leaf_for(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        index = next(position)
+        rows = grows[index]
+        distinct = rows > 0 and bool(parts)
+        key = (id(leaf), rows)
+        if key not in interned:
+            values = torch.cat([_tensors(part[number])[index] for part in parts]) if distinct else leaf
+            interned[key] = _Leaf(values, rows, distinct)
+        return interned[key]
+
+    kwargs = {name: value for name, value in one.kwargs.items()}
+    args, kwargs = pytree.tree_map(leaf_for, (one.args, kwargs))
+    return BlockCall(args=args, kwargs=kwargs, hidden_key=one.hidden_key, returns_tuple=one.returns_tuple)
+
+
+def head_inputs(
+    skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, hidden: Tensor, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """What enters the output head, `[samples, tokens, hidden]`, when the last block gives `hidden` `[samples, tokens, hidden]`."""
+    base = skeleton.model.base_model
+    result = torch.empty_like(hidden)
+    with skeleton.materialized(_outside_blocks(skeleton), dtype, device), torch.no_grad():
+        for start in range(0, len(tokens), EMBED_BATCH):
+            rows = slice(start, start + EMBED_BATCH)
+            with _recording(skeleton, replace=hidden[rows].to(device)):
+                attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
+                output = base(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
+            result[rows] = output.last_hidden_state
+    return result

@@ -1,0 +1,111 @@
+"""The output directory: what may be there before a run, and the files that make finished shards a checkpoint.
+
+config.json is written last: a directory that has one is a whole checkpoint.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from evenround.checkpoint import CheckpointWriter, atomic_write_text, remove_checkpoint
+from evenround.config import OutputConfig
+from evenround.errors import UserError
+from evenround.export import Exporter
+from evenround.manifest import FOLDER, refuse_other_settings
+from evenround.model import Skeleton
+from evenround.record import RECORD, read_record, write_record
+from evenround.scheme import Scheme
+
+NOT_COPIED = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".md", ".part", ".lock"}
+NOT_COPIED_NAMES = {"config.json", RECORD, "model.safetensors.index.json", "pytorch_model.bin.index.json", "quantization_config.json"}
+MAX_COPIED = 200 * 1024 * 1024
+
+
+def folders(output: OutputConfig) -> list[Path]:
+    """One directory a format; a single format goes straight into the output directory."""
+    if len(output.formats) == 1:
+        return [output.output_dir]
+    return [output.output_dir / name for name in output.formats]
+
+
+def prepare(output: OutputConfig, source: Path, settings: Mapping[str, object]) -> dict[str, object] | None:
+    """Make the output directory ready for this run, or return the record when it holds this very run's finished result.
+
+    Raises `UserError` when it cannot be written, is the source itself, or holds something else and `overwrite` is not set.
+    """
+    root = output.output_dir
+    if any(folder.resolve() == source.resolve() for folder in [root, *folders(output)]):
+        raise UserError(f"--output_dir {root} is the model itself; choose another directory")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / ".evenround-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--output_dir {root} cannot be written: {error.strerror or error}") from error
+    if output.overwrite:
+        _clear(output)
+        return None
+    if (root / FOLDER).exists():
+        return None
+    for folder in folders(output):
+        record = read_record(folder)
+        if record is not None:
+            refuse_other_settings(root, _settings_of(record), settings)
+        elif (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+            raise UserError(f"{folder} holds a checkpoint that this run did not write; choose another --output_dir, or replace it with --overwrite")
+    records = [read_record(folder) for folder in folders(output)]
+    return records[0] if all(record is not None for record in records) else None
+
+
+def _settings_of(record: Mapping[str, object]) -> dict[str, object]:
+    sites = record.get("sites")
+    schemes = {site["name"]: site["scheme"] for site in sites} if isinstance(sites, list) else {}
+    settings = record.get("settings")
+    return {**(settings if isinstance(settings, dict) else {}), "schemes": schemes, "versions": record.get("versions")}
+
+
+def _clear(output: OutputConfig) -> None:
+    """Remove what a run writes, and nothing else."""
+    shutil.rmtree(output.output_dir / FOLDER, ignore_errors=True)
+    for folder in {output.output_dir, *folders(output)}:
+        if folder.is_dir():
+            remove_checkpoint(folder)
+            for name in ("config.json", RECORD):
+                (folder / name).unlink(missing_ok=True)
+
+
+def finish_checkpoint(
+    exporter: Exporter,
+    folder: Path,
+    writer: CheckpointWriter,
+    source: Path,
+    skeleton: Skeleton,
+    schemes: Mapping[str, Scheme | None],
+    settings: Mapping[str, object],
+    default: Scheme,
+    record: Mapping[str, object],
+) -> None:
+    """Name the shards, copy tokenizer and generation files, write the run record and, last, config.json."""
+    writer.finish(writer.specs)
+    copy_companions(source, folder)
+    write_record(folder, record)
+    config = json.loads((source / "config.json").read_text())
+    quantization = exporter.quantization_config(schemes, skeleton.sites, settings, default)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    if any(schemes[site.name] and site.parameter in skeleton.tied for site in skeleton.sites):
+        config["tie_word_embeddings"] = False
+    atomic_write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what belongs to a model beside its weights and config: tokenizer, generation config, chat template, licence."""
+    for path in sorted(source.iterdir()):
+        wanted = path.suffix not in NOT_COPIED and path.name not in NOT_COPIED_NAMES and not path.name.startswith(".")
+        if wanted and path.is_file() and path.stat().st_size <= MAX_COPIED:
+            try:
+                shutil.copyfile(path, folder / path.name)
+            except OSError as error:
+                raise UserError(f"cannot copy {path.name} to {folder}: {error.strerror or error}; run the same command again to go on") from error

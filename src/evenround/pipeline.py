@@ -1,0 +1,439 @@
+"""The driver: from a model directory to quantized checkpoints, one block group at a time.
+
+Read `run` from top to bottom; everything else is a function it calls. Finished blocks are written at once and never read again. Host memory
+holds one block group and the two input chains, whatever the model's depth.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import transformers
+from torch import Tensor
+
+from evenround.calibration import TokenRows, load_calibration
+from evenround.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype
+from evenround.errors import UserError
+from evenround.export import Exporter, get_exporter
+from evenround.manifest import Chains, Manifest
+from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device
+from evenround.model import BlockCall, Embedded, Site, Skeleton, embed, head_inputs, skeleton_from
+from evenround.numerics.integer import QuantizedWeight
+from evenround.output import finish_checkpoint, prepare
+from evenround.record import BlockRecord, total_seconds, versions
+from evenround.scheme import Scheme, SchemeRules, resolve_schemes
+from evenround.tune import Block, GroupResult, Samples, round_to_nearest, run_all, tune_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything the user decided."""
+
+    model: str
+    """Directory, or hub id."""
+    rules: SchemeRules
+    tune: TuneConfig
+    data: DataConfig
+    output: OutputConfig
+    device: DeviceConfig = DeviceConfig()
+    trust_remote_code: bool = False
+
+
+class Progress(Protocol):
+    """What a run tells while it goes."""
+
+    def schemes(self, sites: Sequence[Site], schemes: Mapping[str, Scheme | None]) -> None:
+        """The table of schemes, before any weight is read."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+
+    def group_started(self, number: int, count: int, names: Sequence[str]) -> None:
+        """Block group `number` of `count` begins."""
+
+    def step(self, iteration: int, iters: int, loss: float) -> None:
+        """An optimizer step was made."""
+
+    def group_done(self, number: int, count: int, record: BlockRecord) -> None:
+        """Block group `number` of `count` is on disk."""
+
+
+class Silent:
+    """Progress that nobody sees."""
+
+    def schemes(self, sites: Sequence[Site], schemes: Mapping[str, Scheme | None]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def group_started(self, number: int, count: int, names: Sequence[str]) -> None: ...
+    def step(self, iteration: int, iters: int, loss: float) -> None: ...
+    def group_done(self, number: int, count: int, record: BlockRecord) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Consecutive decoder blocks tuned together, or the output head. `tensors`: checkpoint tensors written when it is done."""
+
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    exporter: Exporter
+    folder: Path
+    writer: CheckpointWriter
+
+
+def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
+    """Quantize; returns the run record. Raises `UserError` for wrong input, always before finished work would be lost."""
+    tell = progress or Silent()
+    exporters = [get_exporter(name) for name in job.output.formats]
+    source = locate(job.model)
+    checkpoint = Checkpoint.open(source)
+    skeleton = skeleton_from(source, checkpoint, job.trust_remote_code)
+    schemes = resolve_schemes(skeleton.sites, job.rules, ragged_groups=all(exporter.allows_ragged for exporter in exporters))
+    exporters = [exporter.for_schemes(schemes) for exporter in exporters]
+    _check_formats(exporters, skeleton.sites, schemes)
+    tell.schemes(skeleton.sites, schemes)
+
+    device = pick_device(job.device.device)
+    wish = None if job.device.compute_dtype == "auto" else torch_dtype(job.device.compute_dtype)
+    dtype = pick_compute_dtype(wish, _main_dtype(skeleton), device)
+    rows = _calibration_rows(job, source, skeleton, tell) if job.tune.iters else None
+    settings = _settings(job, checkpoint, schemes, rows, dtype, device)
+    finished = prepare(job.output, source, settings)
+    if finished is not None:
+        tell.note(f"{job.output.output_dir} already holds the finished result of this very command; nothing to do (--overwrite starts anew)")
+        return finished
+
+    groups = _groups(skeleton, schemes, job.tune.nblocks)
+    manifest = Manifest.open(job.output.output_dir, settings)
+    formats = _open_formats(job.output, exporters, skeleton, schemes)
+    chains, calls = _first_inputs(skeleton, rows, dtype, device, manifest, len(groups))
+    state = _Run(job, skeleton, schemes, rows, calls, formats, device, dtype, tell)
+    if manifest.done == 0:
+        _write_group(_outside(skeleton, groups), state, {}, _Clock())
+        manifest.commit(chains, None)
+    else:
+        tell.note(f"going on where the last run stopped: {manifest.done - 1} of {len(groups)} block groups are finished")
+    for number in range(manifest.done - 1, len(groups)):
+        tell.group_started(number, len(groups), groups[number].names)
+        chains, record = _do_group(state, groups[number], number, chains)
+        manifest.commit(chains if number + 1 < len(groups) else None, record.to_dict())
+        tell.group_done(number, len(groups), record)
+
+    result = _record(state, settings, manifest)
+    for form in formats:
+        finish_checkpoint(form.exporter, form.folder, form.writer, source, skeleton, schemes, settings, job.rules.default, result)
+    manifest.remove()
+    return result
+
+
+def locate(model: str) -> Path:
+    """A model directory as it is, or a hub id as its downloaded snapshot. Raises `UserError` when neither can be had."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise UserError(f"model {model!r} is not a directory; give a transformers model directory or a hub id such as org/name")
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        allowed = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=allowed))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"model {model!r} is neither a directory here nor a model that the hub gives ({reason}); check the path") from error
+
+
+def _check_formats(exporters: Sequence[Exporter], sites: Sequence[Site], schemes: Mapping[str, Scheme | None]) -> None:
+    for exporter in exporters:
+        for site in sites:
+            scheme = schemes[site.name]
+            if scheme is not None:
+                exporter.check(site, scheme)
+
+
+def _main_dtype(skeleton: Skeleton) -> torch.dtype:
+    """The dtype of the most weights to quantize."""
+    count: dict[torch.dtype, int] = {}
+    for site in skeleton.sites:
+        count[site.dtype] = count.get(site.dtype, 0) + site.shape[0] * site.shape[1]
+    unusable = [str(dtype) for dtype in count if dtype not in (torch.bfloat16, torch.float16, torch.float32)]
+    if unusable:
+        raise UserError(f"weights of dtype {', '.join(unusable)} cannot be quantized; convert the checkpoint to bfloat16, float16 or float32")
+    return max(count, key=lambda dtype: count[dtype])
+
+
+def _calibration_rows(job: Job, source: Path, skeleton: Skeleton, tell: Progress) -> TokenRows:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        if not _is_tokens(job.data.dataset):
+            raise UserError(f"{source} has no tokenizer that can be loaded ({str(error).splitlines()[0]}); pass token ids as the dataset") from error
+        tokenizer = None
+    text = skeleton.config.get_text_config()
+    rows = load_calibration(
+        job.data.dataset,  # type: ignore[arg-type]
+        tokenizer,
+        nsamples=job.data.nsamples,
+        seqlen=job.data.seqlen,
+        seed=job.tune.seed,
+        max_length=text.to_dict().get("max_position_embeddings"),
+        vocab_size=text.vocab_size,
+    )
+    for note in rows.notes:
+        tell.note(note)
+    return rows
+
+
+def _is_tokens(dataset: object) -> bool:
+    return isinstance(dataset, Tensor) or (isinstance(dataset, list) and bool(dataset) and isinstance(dataset[0], Tensor))
+
+
+def _settings(
+    job: Job, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None], rows: TokenRows | None, dtype: torch.dtype, device: torch.device
+) -> dict[str, object]:
+    """Everything that decides the bytes of the result, as plain values: the fingerprint of a run."""
+    return {
+        "model": {"source": checkpoint.fingerprint()},
+        "schemes": {name: scheme.to_dict() if scheme else None for name, scheme in schemes.items()},
+        "tune": as_dict(job.tune),
+        "data": {"rows": list(rows.tokens.shape), "sha256": rows.fingerprint, "from": rows.source} if rows else None,
+        "formats": list(job.output.formats),
+        "max_shard_size": job.output.max_shard_size,
+        "compute_dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "versions": versions(),
+    }
+
+
+def _groups(skeleton: Skeleton, schemes: Mapping[str, Scheme | None], nblocks: int) -> tuple[_Group, ...]:
+    of_block: list[list[str]] = [[] for _ in skeleton.block_names]
+    for name, tensor in skeleton.names.items():
+        for number, block in enumerate(skeleton.block_names):
+            if name.startswith(block + "."):
+                of_block[number].append(tensor)
+    groups = []
+    for start in range(0, len(of_block), nblocks):
+        numbers = tuple(range(start, min(start + nblocks, len(of_block))))
+        tensors = tuple(tensor for number in numbers for tensor in of_block[number])
+        groups.append(_Group(tuple(skeleton.block_names[number] for number in numbers), numbers, tensors))
+    head = next((site for site in skeleton.sites if site.is_head and schemes[site.name]), None)
+    if head is not None:
+        tied = head.parameter in skeleton.tied
+        groups.append(_Group((head.name,), (), () if tied else (head.checkpoint_name,)))
+    return tuple(groups)
+
+
+def _outside(skeleton: Skeleton, groups: Sequence[_Group]) -> tuple[str, ...]:
+    inside = {tensor for group in groups for tensor in group.tensors}
+    return tuple(name for name in skeleton.checkpoint.names if name not in inside)
+
+
+def output_specs(exporter: Exporter, skeleton: Skeleton, schemes: Mapping[str, Scheme | None]) -> dict[str, TensorSpec]:
+    """Every tensor of the finished checkpoint in order: the source's, with each quantized weight replaced by its packed tensors."""
+    replaced = {site.checkpoint_name: site for site in skeleton.sites if schemes[site.name] and site.parameter not in skeleton.tied}
+    specs: dict[str, TensorSpec] = {}
+    for name, spec in skeleton.checkpoint.specs.items():
+        site = replaced.get(name)
+        specs.update({name: spec} if site is None else _packed_specs(exporter, site, schemes))
+    for site in skeleton.sites:
+        if schemes[site.name] and site.parameter in skeleton.tied:
+            specs.update(_packed_specs(exporter, site, schemes))
+    return specs
+
+
+def _packed_specs(exporter: Exporter, site: Site, schemes: Mapping[str, Scheme | None]) -> dict[str, TensorSpec]:
+    scheme = schemes[site.name]
+    assert scheme is not None
+    return exporter.tensor_specs(site, scheme)
+
+
+def _open_formats(
+    output: OutputConfig, exporters: Sequence[Exporter], skeleton: Skeleton, schemes: Mapping[str, Scheme | None]
+) -> tuple[_Format, ...]:
+    formats = []
+    for exporter in exporters:
+        folder = output.output_dir if len(exporters) == 1 else output.output_dir / exporter.name
+        specs = output_specs(exporter, skeleton, schemes)
+        formats.append(_Format(exporter, folder, CheckpointWriter(folder, specs, output.max_shard_size)))
+    return tuple(formats)
+
+
+def _first_inputs(
+    skeleton: Skeleton, rows: TokenRows | None, dtype: torch.dtype, device: torch.device, manifest: Manifest, groups: int
+) -> tuple[Chains | None, tuple[BlockCall, ...]]:
+    """Inputs of the next block group (from the manifest, or the embeddings) and how blocks are called; nothing without text."""
+    if rows is None or manifest.done > groups:
+        return None, ()
+    embedded: Embedded = embed(skeleton, rows.tokens, rows.mask, dtype, device)
+    if manifest.done == 0:
+        return Chains(embedded.hidden, embedded.hidden), embedded.calls
+    return manifest.chains(), embedded.calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What stays the same from group to group."""
+
+    job: Job
+    skeleton: Skeleton
+    schemes: Mapping[str, Scheme | None]
+    rows: TokenRows | None
+    calls: tuple[BlockCall, ...]
+    formats: tuple[_Format, ...]
+    device: torch.device
+    dtype: torch.dtype
+    tell: Progress
+
+
+def _do_group(run: _Run, group: _Group, number: int, chains: Chains | None) -> tuple[Chains | None, BlockRecord]:
+    """Materialize, tune, pack and write one group. Returns the next group's inputs and the record."""
+    clock, result = _Clock(), None
+    with run.skeleton.materialized(group.names, run.dtype, run.device):
+        clock.lap("load")
+        blocks = _blocks(run, group)
+        if chains is None or run.rows is None:
+            quantized: Mapping[str, QuantizedWeight] = round_to_nearest(blocks)
+        else:
+            chains, result = _tune_group(run, blocks, group, number, chains, run.rows, clock)
+            quantized = result.quantized
+            for note in result.notes:
+                run.tell.note(note)
+        clock.lap("tune")
+    _write_group(group.tensors, run, quantized, clock)
+    return chains, _block_record(group, result, quantized, clock, run.device)
+
+
+def _blocks(run: _Run, group: _Group) -> tuple[Block, ...]:
+    blocks = []
+    for index, name in enumerate(group.names):
+        sites = []
+        for site in run.skeleton.sites:
+            scheme = run.schemes[site.name]
+            if scheme is not None and (site.name == name or site.name.startswith(name + ".")):
+                sites.append((site, scheme.weight))
+        call = run.calls[group.blocks[index]] if run.calls and group.blocks else BlockCall((), {}, None, False)
+        blocks.append(Block(name, run.skeleton.model.get_submodule(name), call, tuple(sites)))
+    return tuple(blocks)
+
+
+def _tune_group(
+    run: _Run, blocks: Sequence[Block], group: _Group, number: int, chains: Chains, rows: TokenRows, clock: "_Clock"
+) -> tuple[Chains | None, GroupResult]:
+    config, chained = run.job.tune, run.job.tune.quantized_inputs
+    if group.blocks:
+        targets = run_all(blocks, chains.float_inputs, config.batch_size, run.device)
+        samples = Samples(chains.quantized_inputs if chained else chains.float_inputs, targets, rows.mask)
+    else:
+        inputs = [
+            head_inputs(run.skeleton, rows.tokens, rows.mask, hidden, run.dtype, run.device)
+            for hidden in (chains.quantized_inputs, chains.float_inputs)
+        ]
+        samples = Samples(inputs[0] if chained else inputs[1], None, rows.mask, inputs[1])
+    clock.lap("reference")
+    result = tune_block(
+        blocks,
+        samples,
+        config,
+        device=run.device,
+        # One generator a group, seeded by its number: a resumed run draws what the uninterrupted one would.
+        generator=torch.Generator().manual_seed(config.seed * 1_000_003 + number),
+        micro_batch=config.batch_size if group.blocks else 1,  # logits are a vocabulary wide
+        on_step=lambda iteration, loss: run.tell.step(iteration, config.iters, loss),
+    )
+    if samples.targets is None or result.outputs is None:
+        return None, result
+    return Chains(samples.targets, result.outputs if chained else samples.targets), result
+
+
+def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, QuantizedWeight], clock: "_Clock") -> None:
+    """Write a group's tensors into every format: quantized weights packed, all others as the source's own bytes."""
+    skeleton = run.skeleton
+    replaced = {site.checkpoint_name for site in skeleton.sites if site.name in quantized and site.parameter not in skeleton.tied}
+    for name in tensors:
+        if name not in replaced:
+            tensor = skeleton.checkpoint.read(name)
+            for form in run.formats:
+                form.writer.write(name, tensor)
+    for site in skeleton.sites:
+        for form in run.formats if site.name in quantized else ():
+            packed = form.exporter.pack(site, quantized[site.name])
+            clock.lap("pack")
+            for name, tensor in packed.items():
+                form.writer.write(name, tensor)
+            clock.lap("write")
+    for form in run.formats:
+        form.writer.flush()
+    clock.lap("write")
+
+
+def _block_record(
+    group: _Group, result: GroupResult | None, quantized: Mapping[str, QuantizedWeight], clock: "_Clock", device: torch.device
+) -> BlockRecord:
+    if not quantized:
+        kept = "float"
+    else:
+        kept = result.kept if result else "untuned"
+    return BlockRecord(
+        blocks=group.names,
+        rtn_loss=result.rtn_loss if result else None,
+        tuned_loss=result.tuned_loss if result else None,
+        kept=kept,
+        best_iteration=result.best_iteration if result else None,
+        losses=result.losses if result else (),
+        seconds=dict(clock.seconds),
+        peak_bytes=peak_bytes(device),
+        notes=result.notes if result else (),
+    )
+
+
+class _Clock:
+    """Wall seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self.last, 3)
+        self.last = now
+
+
+def _record(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> dict[str, object]:
+    skeleton, schemes, rows = run.skeleton, run.schemes, run.rows
+    quantized = [site for site in skeleton.sites if schemes[site.name]]
+    weights = sum(site.shape[0] * site.shape[1] for site in quantized)
+    sizes = {}
+    for form in run.formats:
+        packed = sum(spec.nbytes for site in quantized for spec in _packed_specs(form.exporter, site, schemes).values())
+        sizes[form.exporter.name] = {"bytes": form.writer.total_bytes, "bits_per_weight": round(packed * 8 / weights, 4)}
+    return {
+        "model": run.job.model,
+        "architecture": type(skeleton.model).__name__,
+        "settings": {key: value for key, value in settings.items() if key not in ("schemes", "versions")},
+        "versions": settings["versions"],
+        "source_bytes": skeleton.checkpoint.nbytes,
+        "formats": sizes,
+        "quantized_weights": weights,
+        "sites": [_site_record(site, schemes[site.name]) for site in skeleton.sites],
+        "calibration_notes": list(rows.notes) if rows else [],
+        "blocks": manifest.blocks,
+        "totals": {"seconds": total_seconds(manifest.blocks), "peak_bytes": max(_peaks(manifest), default=0)},
+    }
+
+
+def _peaks(manifest: Manifest) -> list[int]:
+    return [block["peak_bytes"] for block in manifest.blocks if isinstance(block["peak_bytes"], int)]
+
+
+def _site_record(site: Site, scheme: Scheme | None) -> dict[str, object]:
+    return {"name": site.name, "shape": list(site.shape), "scheme": scheme.to_dict() if scheme else None}
