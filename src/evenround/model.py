@@ -367,25 +367,28 @@ def _outside_blocks(skeleton: Skeleton) -> list[str]:
 def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.dtype, device: torch.device | str) -> Embedded:
     """Hidden states before block 0 for `tokens` `[samples, tokens]` (`mask`: bool, False where padded), and the calls of all blocks.
 
-    Batches of one and of two samples are compared, to learn which arguments grow with the batch.
+    Batches of one and of two samples are compared, to learn which arguments grow with the batch. With a mask, the sample with most padding
+    leads every batch and its rows are dropped: transformers leaves the mask out of a batch that has no padding.
     """
-    prefixes = [name for name in _outside_blocks(skeleton)]
     base = skeleton.model.base_model
+    lead = int(mask.sum(1).argmin()) if mask is not None else None
 
-    def forward(rows: slice) -> list[_Recorded]:
+    def forward(rows: list[int]) -> list[_Recorded]:
+        numbers = rows if lead is None else [lead, *rows]
         with _recording(skeleton) as records:
-            attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
-            base(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
+            attention = None if mask is None else mask[numbers].to(device=device, dtype=torch.long)
+            base(input_ids=tokens[numbers].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
         return records
 
-    with skeleton.materialized(prefixes, dtype, device), torch.no_grad():
-        one, two = forward(slice(0, 1)), forward(slice(0, min(2, len(tokens))))
-        grows = [_growing(a, b) if len(tokens) > 1 else [0] * len(_tensors(a)) for a, b in zip(one, two, strict=True)]
+    with skeleton.materialized(_outside_blocks(skeleton), dtype, device), torch.no_grad():
+        one, two = (forward([0]), forward([0, 0])) if lead is None else (forward([]), forward([0]))
+        grows = [_growing(a, b) for a, b in zip(one, two, strict=True)]
         hidden = torch.empty(len(tokens), *one[0].hidden.shape[1:], dtype=dtype)
         parts: list[list[_Recorded]] = []
         for start in range(0, len(tokens), EMBED_BATCH):
-            records = forward(slice(start, start + EMBED_BATCH))
-            hidden[start : start + EMBED_BATCH] = records[0].hidden
+            rows = list(range(start, min(start + EMBED_BATCH, len(tokens))))
+            records = forward(rows)
+            hidden[rows] = records[0].hidden[-len(rows) :].to("cpu")
             if mask is not None:
                 parts.append(records)
     interned: dict[tuple[int, int], _Leaf] = {}
@@ -417,7 +420,7 @@ def _call(number: int, one: _Recorded, grows: list[int], parts: list[list[_Recor
         distinct = rows > 0 and bool(parts)
         key = (id(leaf), rows)
         if key not in interned:
-            values = torch.cat([_tensors(part[number])[index] for part in parts]) if distinct else leaf
+            values = torch.cat([_tensors(part[number])[index][rows:] for part in parts]) if distinct else leaf
             interned[key] = _Leaf(values, rows, distinct)
         return interned[key]
 
@@ -438,5 +441,5 @@ def head_inputs(
             with _recording(skeleton, replace=hidden[rows].to(device)):
                 attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
                 output = base(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
-            result[rows] = output.last_hidden_state
+            result[rows] = output.last_hidden_state.to("cpu")
     return result

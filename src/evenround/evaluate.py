@@ -1,0 +1,253 @@
+"""Judging a checkpoint: perplexity on a text, divergence from the original's predictions, and lm-eval's tasks.
+
+Logits are a vocabulary wide, so they are made for a few positions at a time: the base model runs once, and the model's own forward runs on
+slices of its output, which keeps whatever an architecture does around its head (scaling, soft caps). Memory is that of the two models and one
+batch. What we gave up: rows stand alone, there is no sliding window.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.generic import ModelOutput
+
+from evenround.errors import UserError, nearest
+from evenround.loading import load_model, load_tokenizer
+from evenround.memory.devices import pick_device
+from evenround.model import load_config
+
+__all__ = ["Evaluation", "evaluate", "head_logits", "load_model", "max_length", "run_tasks", "text_rows"]
+
+CHUNK = 1 << 24
+"""Logits made at once: 64 MiB of float32."""
+
+DEFAULT_SEQLEN = 2048
+"""Tokens a row when nobody says and the model takes as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How a model predicts a text, alone and compared with a reference."""
+
+    perplexity: float
+    """exp of the mean negative log likelihood of each token after the first of its row."""
+    reference_perplexity: float | None
+    kl: float | None
+    """Mean over all positions of KL(reference ‖ model), in nats per token."""
+    top1: float | None
+    """Share of positions where both find the same token most likely."""
+    tokens: int
+    """Positions: rows times tokens per row."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the numbers."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The figures for JSON, without notes."""
+        return {key: value for key, value in asdict(self).items() if key != "notes"}
+
+
+def evaluate(
+    model: Path,
+    reference: Path | None,
+    text: Path,
+    *,
+    seqlen: int | None = None,
+    rows: int | None = None,
+    batch_size: int = 8,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Evaluation:
+    """Evaluate checkpoint `model` on `text` in float32, against `reference` if there is one.
+
+    The text is tokenized with the model's tokenizer and cut into consecutive rows of `seqlen` tokens (None: as many as the model takes, at
+    most 2048), of which the first `rows` are used; a rest shorter than a row is left out. Raises `UserError` for a missing or empty text, a
+    missing tokenizer, other vocabularies, and models that cannot be loaded or give NaN.
+    """
+    content = _read_text(text)
+    for flag, value, least in (("--seqlen", seqlen, 2), ("--rows", rows, 1), ("--batch_size", batch_size, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{flag} {value} must be at least {least}")
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    if tokenizer is None:
+        raise UserError(f"{model} has no tokenizer that can be loaded; copy the original's tokenizer files there")
+    config = load_config(model, trust_remote_code)
+    if reference is not None:
+        _check_vocabularies(model, tokenizer, config, reference, trust_remote_code)
+    tokens, notes = text_rows(content, str(text), tokenizer, _row_length(seqlen, max_length(config)), rows)
+    where = pick_device(device)
+    models = [load_model(path, torch.float32, trust_remote_code)[0].to(where) for path in (model, reference) if path is not None]
+    sums = _Sums()
+    with torch.inference_mode():
+        for start in range(0, len(tokens), batch_size):
+            _add(sums, models, tokens[start : start + batch_size].to(where))
+    return _result(sums, notes, model, reference)
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise UserError(f"text {path} (--text) is a directory; give a text file")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"text {path} (--text) cannot be read: {error.strerror}; give a text file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"text {path} (--text) is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
+    if not content.strip():
+        raise UserError(f"text {path} (--text) is empty; give a file with some pages of text")
+    return content
+
+
+def max_length(config: transformers.PretrainedConfig) -> int | None:
+    """Tokens that a model takes at most, as its config says."""
+    text = config.get_text_config()
+    name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    found = text.to_dict().get(name)
+    return found if isinstance(found, int) else None
+
+
+def _row_length(wish: int | None, longest: int | None) -> int:
+    if wish is None:
+        return min(longest or DEFAULT_SEQLEN, DEFAULT_SEQLEN)
+    if longest is not None and wish > longest:
+        raise UserError(f"--seqlen {wish} is more than the {longest} tokens that the model takes; use --seqlen {longest}")
+    return wish
+
+
+def text_rows(text: str, place: str, tokenizer: PreTrainedTokenizerBase, seqlen: int, rows: int | None) -> tuple[Tensor, tuple[str, ...]]:
+    """Consecutive rows of `text`, int64 `[rows, tokens]`, and notes. Each begins with the tokens that the tokenizer puts before a text, if any.
+
+    Raises `UserError` when there are not even two tokens.
+    """
+    bare, full, ids = (
+        tokenizer(part, add_special_tokens=added, verbose=False)["input_ids"] for part, added in (("a", False), ("a", True), (text, False))
+    )
+    prefix = full[: next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)]
+    if len(prefix) + len(ids) < 2:
+        raise UserError(f"text {place} (--text) gives {len(ids)} token(s), at least 2 are needed; give a longer text")
+    notes = []
+    width = max(1, seqlen - len(prefix))
+    if len(ids) < width:
+        notes.append(f"text {place} gives one row of {len(prefix) + len(ids)} tokens, shorter than the {seqlen} of a row")
+        width = len(ids)
+    cut = torch.tensor(ids[: len(ids) // width * width]).view(-1, width)
+    if rows is not None and len(cut) < rows:
+        notes.append(f"asked {rows} rows of {seqlen} tokens, text {place} gives {len(cut)}")
+    cut = cut[:rows]
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(cut), -1), cut], dim=1), tuple(notes)
+
+
+def _check_vocabularies(
+    model: Path, tokenizer: PreTrainedTokenizerBase, config: transformers.PretrainedConfig, reference: Path, trust_remote_code: bool
+) -> None:
+    other = load_tokenizer(reference, trust_remote_code)
+    sizes = [int(each.get_text_config().vocab_size) for each in (config, load_config(reference, trust_remote_code))]
+    if sizes[0] != sizes[1]:
+        raise UserError(f"{model} predicts {sizes[0]} tokens and --reference {reference} {sizes[1]}; the reference must be the model's original")
+    if other is not None and other.get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"the tokenizers of {model} and --reference {reference} differ; the reference must be the model's original")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over positions; index 0 of `loss` is the model, 1 the reference."""
+
+    loss: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    kl: float = 0.0
+    agree: int = 0
+    positions: int = 0
+    predicted: int = 0
+
+
+def head_logits(model: nn.Module, tokens: Tensor, output: ModelOutput, at: slice) -> Tensor:
+    """Logits `[rows, positions, vocabulary]` of a causal model at positions `at`, from `output` of its base model for `tokens` `[rows, tokens]`."""
+    base: nn.Module = model.base_model  # type: ignore[assignment]
+    part = type(output)(**{**output, "last_hidden_state": output["last_hidden_state"][:, at]})
+    base.forward = lambda *args, **kwargs: part
+    try:
+        return model(input_ids=tokens[:, at], use_cache=False).logits  # type: ignore[no-any-return]
+    finally:
+        del base.forward
+
+
+def _add(sums: _Sums, models: Sequence[nn.Module], tokens: Tensor) -> None:
+    """Add rows `tokens` `[rows, tokens]` for the model and, if there are two models, the reference."""
+    outputs = [model.base_model(input_ids=tokens, use_cache=False) for model in models]  # type: ignore[operator]
+    vocabulary = int(models[0].config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    step = max(1, CHUNK // (len(tokens) * vocabulary))
+    for start in range(0, tokens.shape[1], step):
+        at = slice(start, start + step)
+        targets = tokens[:, start + 1 : start + step + 1]
+        log_p: list[Tensor] = []
+        for number, (model, output) in enumerate(zip(models, outputs, strict=True)):
+            log_p.append(torch.log_softmax(head_logits(model, tokens, output, at).float(), dim=-1))
+            found = log_p[-1][:, : targets.shape[1]].gather(-1, targets.unsqueeze(-1))
+            sums.loss[number] -= float(found.sum(dtype=torch.float64))
+        if len(log_p) == 2:
+            quantized, original = log_p
+            sums.agree += int((quantized.argmax(-1) == original.argmax(-1)).sum())
+            sums.kl += float((original.exp() * (original - quantized)).sum(dtype=torch.float64))
+        sums.positions += log_p[0].shape[0] * log_p[0].shape[1]
+        sums.predicted += targets.numel()
+
+
+def _result(sums: _Sums, notes: tuple[str, ...], model: Path, reference: Path | None) -> Evaluation:
+    for path, loss in ((model, sums.loss[0] + sums.kl), (reference, sums.loss[1])):
+        if not math.isfinite(loss):
+            raise UserError(f"{path} predicts NaN or infinities on this text; `evenround verify {path}` finds out why")
+    perplexity, reference_perplexity = (math.exp(min(loss / sums.predicted, 700.0)) for loss in sums.loss)
+    return Evaluation(
+        perplexity=perplexity,
+        reference_perplexity=reference_perplexity if reference else None,
+        kl=sums.kl / sums.positions if reference else None,
+        top1=sums.agree / sums.positions if reference else None,
+        tokens=sums.positions,
+        notes=notes,
+    )
+
+
+def run_tasks(
+    checkpoint: Path,
+    tasks: list[str],
+    batch_size: int = 8,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """lm-eval's results for `tasks` (its names, or YAML files of tasks): `{task: {metric: value}}`, metrics as lm-eval spells them.
+
+    The model is loaded as `evaluate` loads it, in float32. `limit`: samples per task. Raises `UserError` when lm-eval is not installed, for an
+    unknown task, for data that cannot be had, and for a checkpoint that cannot be loaded.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f'--tasks needs lm-eval ({error}): pip install "evenround[eval]"') from error
+    files = [task for task in tasks if Path(task).suffix in (".yaml", ".yml")]
+    for task in files:
+        if not Path(task).is_file():
+            raise UserError(f"--tasks {task}: there is no such file")
+    manager = TaskManager(include_defaults=len(files) < len(tasks))
+    for task in tasks:
+        if task not in files and task not in manager.all_tasks:
+            raise UserError(f"lm-eval has no task {task!r} (--tasks){nearest(task, manager.all_tasks)}; `lm_eval ls tasks` lists them")
+    model, tokenizer = load_model(checkpoint, torch.float32, trust_remote_code)
+    if tokenizer is None:
+        raise UserError(f"{checkpoint} has no tokenizer that can be loaded; copy the original's tokenizer files there")
+    lm = HFLM(pretrained=model.to(pick_device(device)), tokenizer=tokenizer, batch_size=batch_size)
+    try:
+        found = simple_evaluate(
+            lm, tasks=tasks, num_fewshot=num_fewshot, limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--tasks {','.join(tasks)}: {reason}; check the task and that its data can be downloaded or is here") from error
+    return {task: {key: value for key, value in metrics.items() if key != "alias"} for task, metrics in found["results"].items()}

@@ -1,0 +1,200 @@
+"""Checkpoints as models again, packed ones by our own unpackers.
+
+`UnpackedCheckpoint` looks like a floating point checkpoint whose quantized weights are multiplied out as they are read, so a skeleton over it,
+and whatever else reads plain weights, works on packed files, and no other quantizer's package is needed. Float checkpoints are loaded by
+transformers, which knows every architecture's renamings.
+
+What we gave up: packed models do not save memory here; packed tensors of fused experts are not read yet.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from evenround.checkpoint import Checkpoint, TensorSpec
+from evenround.errors import UserError
+from evenround.export import StoredWeight, read_schemes
+from evenround.model import Skeleton, _find_blocks, _find_sites, _map_names, _parameters_on_meta, load_config, skeleton_from
+from evenround.tensorfile import file_size, load_json, read_range
+
+PACKED_LEAVES = frozenset(
+    ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+)
+"""Last parts of the names of tensors that stand for a quantized weight, in all formats that are read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpackedCheckpoint(Checkpoint):
+    """A packed checkpoint that reads like a float one. `specs`, `names` and `read` speak of weights, `homes` and `shards` of the files."""
+
+    packed: Mapping[str, StoredWeight]
+    """Tensor name that the weight would have in a float checkpoint → where it lies."""
+    transposed: frozenset[str]
+    """Those of them that a float checkpoint stores `[in, out]`."""
+
+    def read(self, name: str) -> Tensor:
+        """As `Checkpoint.read`; a packed weight comes as float32."""
+        if name not in self.packed:
+            return Checkpoint.read(self, name)
+        weight = self.packed[name].unpack(lambda tensor: Checkpoint.read(self, tensor)).dequantize()
+        return weight.t().contiguous() if name in self.transposed else weight
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json in directory `path`, as it stands there. Raises `UserError`."""
+    file = path / "config.json"
+    return load_json(file, read_range(file, 0, file_size(file)))
+
+
+def empty_model(path: Path, trust_remote_code: bool = False) -> nn.Module:
+    """The model of config.json in directory `path` in floating point, whatever its weights are stored in; parameters on the meta device."""
+    config = load_config(path, trust_remote_code)
+    vars(config).pop("quantization_config", None)
+    try:
+        with _parameters_on_meta():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}; only causal language models can be loaded") from error
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def tensor_candidates(name: str, model: nn.Module) -> tuple[str, ...]:
+    """Names that a checkpoint may give the model's `name`: with and without the base model's prefix (GPT-2 files lack `transformer.`)."""
+    prefix = f"{model.base_model_prefix}."
+    return tuple(dict.fromkeys((name, name.removeprefix(prefix), prefix + name)))
+
+
+def linear_modules(model: nn.Module, tensors: Collection[str]) -> dict[str, str]:
+    """`{tensor name prefix: module name}` of the model's linear layers; a layer without tensors goes by its own name."""
+    prefixes = {name.rpartition(".")[0] for name in tensors}
+    modules = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            found = [candidate for candidate in tensor_candidates(name, model) if candidate in prefixes]
+            modules.update(dict.fromkeys(found or [name], name))
+    return modules
+
+
+def unpacked_checkpoint(checkpoint: Checkpoint, model: nn.Module, stored: Mapping[str, StoredWeight]) -> UnpackedCheckpoint:
+    """`checkpoint` seen as a float one of `model`. Raises `UserError` when a packed weight is not one of the model's linear layers."""
+    modules = dict(model.named_modules())
+    prefixes = {weight.prefix for weight in stored.values()}
+    specs = {}
+    for name, spec in checkpoint.specs.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf not in PACKED_LEAVES or prefix not in prefixes:
+            specs[name] = spec
+    packed, transposed = {}, set()
+    for name, weight in stored.items():
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear | Conv1D):
+            raise UserError(f"{weight.prefix} is packed, but {name} is no linear layer of {type(model).__name__}; check config.json")
+        turned = isinstance(module, Conv1D)
+        shape = weight.shape[::-1] if turned else weight.shape
+        if shape != tuple(module.weight.shape):
+            raise UserError(f"{weight.prefix} holds a weight {list(shape)}, but config.json makes {name} {list(module.weight.shape)}")
+        tensor = weight.prefix + ".weight"
+        specs[tensor], packed[tensor] = TensorSpec(torch.float32, shape), weight
+        if turned:
+            transposed.add(tensor)
+    return UnpackedCheckpoint(
+        directory=checkpoint.directory,
+        specs=MappingProxyType(specs),
+        shards=checkpoint.shards,
+        homes=checkpoint.homes,
+        packed=MappingProxyType(packed),
+        transposed=frozenset(transposed),
+    )
+
+
+def skeleton_of(model: nn.Module, checkpoint: Checkpoint) -> Skeleton:
+    """The skeleton of `model` (from `empty_model`) over a checkpoint of float or unpacked weights. Raises `UserError` for missing tensors."""
+    names, tied = _map_names(model, checkpoint)
+    blocks = _find_blocks(model)
+    sites = _find_sites(model, checkpoint, names, blocks)
+    config: transformers.PretrainedConfig = model.config  # type: ignore[assignment]
+    return Skeleton(model=model, config=config, checkpoint=checkpoint, names=names, tied=tied, block_names=blocks, sites=sites)
+
+
+def open_model(path: Path, trust_remote_code: bool = False) -> Skeleton:
+    """The skeleton of a checkpoint, packed or not; reads headers only. Raises `UserError`."""
+    config, checkpoint = read_config(path), Checkpoint.open(path)
+    if not config.get("quantization_config"):
+        return skeleton_from(path, checkpoint, trust_remote_code)
+    model = empty_model(path, trust_remote_code)
+    stored = read_schemes(config, checkpoint.specs, checkpoint.read, linear_modules(model, checkpoint.names))
+    return skeleton_of(model, unpacked_checkpoint(checkpoint, model, stored))
+
+
+def load_model(
+    path: Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+    """The model of a checkpoint directory in `dtype` on the CPU, in evaluation mode, and its tokenizer if it has one.
+
+    Raises `UserError` for a broken or incomplete checkpoint and for quantization methods that cannot be read.
+    """
+    if read_config(path).get("quantization_config"):
+        model = _filled(open_model(path, trust_remote_code), dtype)
+        if (path / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    else:
+        model = _load_float(path, dtype, trust_remote_code)
+    return model.requires_grad_(False).eval(), load_tokenizer(path, trust_remote_code)
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in directory `path`, or None when there is none that can be loaded."""
+    try:
+        with _quiet():
+            return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
+    except (ValueError, OSError, KeyError, ImportError):
+        return None
+
+
+def _load_float(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    Checkpoint.open(path)
+    load_config(path, trust_remote_code)
+    try:
+        with _quiet():
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        raise UserError(f"{path} cannot be loaded: {str(error).strip().splitlines()[0]}; check config.json") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(f"{path} has no tensor for {', '.join(missing[:5])}; it is incomplete, or not of the architecture in config.json")
+    return model  # type: ignore[no-any-return]
+
+
+def _filled(skeleton: Skeleton, dtype: torch.dtype) -> nn.Module:
+    """The skeleton's model with all its weights in `dtype`, for good."""
+    with skeleton.materialized([""], dtype):
+        kept = [(module, dict(module._parameters), dict(module._buffers)) for module in skeleton.model.modules()]
+    for module, parameters, buffers in kept:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+    return skeleton.model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without progress bars and with errors only."""
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()

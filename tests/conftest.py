@@ -1,0 +1,71 @@
+"""Small models and texts for the tests. Everything is built or shipped here; nothing is downloaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from evenround.data import tiny_llama
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+ARCHITECTURES: dict[str, transformers.PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(**SMALL),
+    "llama_tied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**SMALL),
+    "mistral_sliding": transformers.MistralConfig(**SMALL, sliding_window=8),
+    "gemma2": transformers.Gemma2Config(**SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SMALL, sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+    ),
+    "phi": transformers.PhiConfig(**{key: value for key, value in SMALL.items() if key != "head_dim"}),
+    "gpt2": transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "opt": transformers.OPTConfig(
+        vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
+        word_embed_proj_dim=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    ),
+    "bloom": transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=3, n_head=4, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+}  # fmt: skip
+
+
+def save_model(
+    config: transformers.PretrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB", seed: int = 0
+) -> transformers.PreTrainedModel:
+    """A random model of `config`, saved to `folder` and returned."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases away from their trivial initial values
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "embed" not in name:
+                parameter.mul_(3)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The shipped trained model."""
+    return tiny_llama()
+
+
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
