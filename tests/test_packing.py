@@ -80,7 +80,7 @@ def test_awq_nibble_order(rows: int, words: int, seed: int) -> None:
     packed = pack_awq(codes)
     for row in range(rows):
         for word in range(words):
-            value = packed[row, word].item() & 0xFFFFFFFF
+            value = int(packed[row, word]) & 0xFFFFFFFF
             for column, nibble in enumerate((0, 4, 1, 5, 2, 6, 3, 7)):
                 assert value >> 4 * nibble & 15 == codes[row, 8 * word + column]
     assert torch.equal(unpack_awq(packed), codes)

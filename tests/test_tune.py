@@ -14,8 +14,7 @@ from evenround.errors import UserError
 from evenround.model import Skeleton, embed, skeleton_from
 from evenround.numerics.integer import quantize
 from evenround.scheme import WeightScheme
-from evenround.tune import Block, GroupResult, Samples, round_to_nearest, run_all, squared_error, step, tune_block
-from evenround.tune import _initial_state as initial_state
+from evenround.tune import Block, GroupResult, Samples, initial_state, round_to_nearest, run_all, squared_error, step, tune_block
 
 CPU = torch.device("cpu")
 W3 = WeightScheme(bits=3, group_size=32)

@@ -43,28 +43,23 @@ class _Parser(argparse.ArgumentParser):
     """argparse with `_` and `-` alike in flags, nearest names for unknown ones, and `UserError` in place of its exit."""
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        return self.parse_args([_underscored(argument) for argument in arguments])
+        options, unknown = self.parse_known_args([_underscored(argument) for argument in arguments])
+        for argument in unknown:
+            options.parser.refuse(argument)
+        return options
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
-        known, unknown = self.parse_known_args(args)
-        for argument in unknown:
-            self._refuse(argument, list(args or ()))
-        return known
-
-    def _refuse(self, argument: str, arguments: list[str]) -> NoReturn:
+    def refuse(self, argument: str) -> NoReturn:
+        """Say what is wrong with an argument that this command does not know."""
         if not argument.startswith("--"):
             raise UserError(f"unexpected argument {argument!r} (see {self.prog} --help)")
         flag = argument.split("=")[0]
-        name = flag.removeprefix("--")
-        if name in NOT_YET:
+        if flag.removeprefix("--") in NOT_YET:
             raise UserError(f"{flag} is not implemented yet; leave it out")
-        raise UserError(f"there is no flag {flag}{nearest(flag, self._flags())} (see {self.prog} --help)")
-
-    def _flags(self) -> list[str]:
-        return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        flags = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        raise UserError(f"there is no flag {flag}{nearest(flag, flags)} (see {self.prog} --help)")
 
 
 def _underscored(argument: str) -> str:
@@ -75,7 +70,9 @@ def _underscored(argument: str) -> str:
 
 
 def _sub(commands: "argparse._SubParsersAction[_Parser]", name: str, help: str) -> _Parser:
-    return commands.add_parser(name, help=help, description=help, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.set_defaults(parser=parser)
+    return parser
 
 
 def build_parser() -> _Parser:
@@ -271,7 +268,7 @@ def _show(options: argparse.Namespace, out: Console, err: Console) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    out, err = Console(soft_wrap=True), Console(stderr=True)
+    out, err = (Console(stderr=stderr, width=None if stream.isatty() else 160) for stream, stderr in ((sys.stdout, False), (sys.stderr, True)))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

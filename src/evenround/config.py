@@ -18,7 +18,7 @@ def _at_least(flag: str, value: int, least: int) -> None:
 
 
 def _positive(flag: str, value: float | None) -> None:
-    if value is not None and not 0 < value < float("inf"):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
         raise UserError(f"{flag} {value!r} must be a positive number")
 
 
@@ -54,10 +54,14 @@ class TuneConfig:
         _at_least("--gradient_accumulate_steps", self.gradient_accumulate_steps, 1)
         _at_least("--nblocks", self.nblocks, 1)
         _at_least("--seed", self.seed, 0)
+        if self.seed >= 2**32:
+            raise UserError(f"--seed {self.seed} must be below {2**32}")
         _positive("--lr", self.lr)
         _positive("--minmax_lr", self.minmax_lr)
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"--momentum {self.momentum!r} must be at least 0 and below 1")
+        if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise UserError(f"--momentum {self.momentum!r} must be a number of at least 0 and below 1")
+        if self.keep not in ("best", "last"):
+            raise UserError(f"keep {self.keep!r} must be 'best' or 'last' (--not_use_best_mse)")
 
     @property
     def step_size(self) -> float:

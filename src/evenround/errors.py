@@ -22,7 +22,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def readable_bytes(count: float) -> str:
     """`1536` → `1.5 KiB`: binary units with one decimal, for messages and tables."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
+        if round(abs(count), 1) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"

@@ -1,28 +1,29 @@
-"""Judging a checkpoint: perplexity on a text, divergence from the original's predictions, and lm-eval's tasks.
+"""Judging a checkpoint: perplexity on a text, and how far its predictions are from the original's.
 
-Logits are a vocabulary wide, so they are made for a few positions at a time: the base model runs once, and the model's own forward runs on
-slices of its output, which keeps whatever an architecture does around its head (scaling, soft caps). Memory is that of the two models and one
-batch. What we gave up: rows stand alone, there is no sliding window.
+Logits are a vocabulary wide, so they are made for a few positions at a time: the base model runs once, and the model's own forward runs
+on slices of its output, which keeps whatever an architecture does around its head (scaling, soft caps). Memory is that of the two models
+and one batch. What we gave up: rows stand alone, there is no sliding window.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
-from evenround.errors import UserError, nearest
+from evenround.errors import UserError
 from evenround.loading import load_model, load_tokenizer
 from evenround.memory.devices import pick_device
-from evenround.model import load_config
+from evenround.model import Skeleton, embed, head_inputs, load_config
+from evenround.tasks import run_tasks
 
-__all__ = ["Evaluation", "evaluate", "head_logits", "load_model", "max_length", "run_tasks", "text_rows"]
+__all__ = ["Evaluation", "evaluate", "head_logits", "load_model", "max_length", "run_tasks", "streamed_loss", "text_rows"]
 
 CHUNK = 1 << 24
 """Logits made at once: 64 MiB of float32."""
@@ -80,6 +81,9 @@ def evaluate(
     if reference is not None:
         _check_vocabularies(model, tokenizer, config, reference, trust_remote_code)
     tokens, notes = text_rows(content, str(text), tokenizer, _row_length(seqlen, max_length(config)), rows)
+    highest, size = int(tokens.max()), int(config.get_text_config().vocab_size)
+    if highest >= size:
+        raise UserError(f"the tokenizer in {model} gives token id {highest}, the model has {size} tokens; copy the original's tokenizer files there")
     where = pick_device(device)
     models = [load_model(path, torch.float32, trust_remote_code)[0].to(where) for path in (model, reference) if path is not None]
     sums = _Sums()
@@ -120,7 +124,7 @@ def _row_length(wish: int | None, longest: int | None) -> int:
 
 
 def text_rows(text: str, place: str, tokenizer: PreTrainedTokenizerBase, seqlen: int, rows: int | None) -> tuple[Tensor, tuple[str, ...]]:
-    """Consecutive rows of `text`, int64 `[rows, tokens]`, and notes. Each begins with the tokens that the tokenizer puts before a text, if any.
+    """Consecutive rows of `text`, int64 `[rows, tokens]`, and notes. Each row begins with what the tokenizer puts before a text.
 
     Raises `UserError` when there are not even two tokens.
     """
@@ -148,9 +152,9 @@ def _check_vocabularies(
     other = load_tokenizer(reference, trust_remote_code)
     sizes = [int(each.get_text_config().vocab_size) for each in (config, load_config(reference, trust_remote_code))]
     if sizes[0] != sizes[1]:
-        raise UserError(f"{model} predicts {sizes[0]} tokens and --reference {reference} {sizes[1]}; the reference must be the model's original")
+        raise UserError(f"{model} has {sizes[0]} tokens, --reference {reference} has {sizes[1]}; the reference must be the original")
     if other is not None and other.get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"the tokenizers of {model} and --reference {reference} differ; the reference must be the model's original")
+        raise UserError(f"the tokenizers of {model} and --reference {reference} differ; the reference must be the original")
 
 
 @dataclass(slots=True)
@@ -165,7 +169,7 @@ class _Sums:
 
 
 def head_logits(model: nn.Module, tokens: Tensor, output: ModelOutput, at: slice) -> Tensor:
-    """Logits `[rows, positions, vocabulary]` of a causal model at positions `at`, from `output` of its base model for `tokens` `[rows, tokens]`."""
+    """Logits `[rows, positions, vocabulary]` at positions `at`, from `output` of the model's base model for `tokens` `[rows, tokens]`."""
     base: nn.Module = model.base_model  # type: ignore[assignment]
     part = type(output)(**{**output, "last_hidden_state": output["last_hidden_state"][:, at]})
     base.forward = lambda *args, **kwargs: part
@@ -211,43 +215,15 @@ def _result(sums: _Sums, notes: tuple[str, ...], model: Path, reference: Path | 
     )
 
 
-def run_tasks(
-    checkpoint: Path,
-    tasks: list[str],
-    batch_size: int = 8,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """lm-eval's results for `tasks` (its names, or YAML files of tasks): `{task: {metric: value}}`, metrics as lm-eval spells them.
-
-    The model is loaded as `evaluate` loads it, in float32. `limit`: samples per task. Raises `UserError` when lm-eval is not installed, for an
-    unknown task, for data that cannot be had, and for a checkpoint that cannot be loaded.
-    """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f'--tasks needs lm-eval ({error}): pip install "evenround[eval]"') from error
-    files = [task for task in tasks if Path(task).suffix in (".yaml", ".yml")]
-    for task in files:
-        if not Path(task).is_file():
-            raise UserError(f"--tasks {task}: there is no such file")
-    manager = TaskManager(include_defaults=len(files) < len(tasks))
-    for task in tasks:
-        if task not in files and task not in manager.all_tasks:
-            raise UserError(f"lm-eval has no task {task!r} (--tasks){nearest(task, manager.all_tasks)}; `lm_eval ls tasks` lists them")
-    model, tokenizer = load_model(checkpoint, torch.float32, trust_remote_code)
-    if tokenizer is None:
-        raise UserError(f"{checkpoint} has no tokenizer that can be loaded; copy the original's tokenizer files there")
-    lm = HFLM(pretrained=model.to(pick_device(device)), tokenizer=tokenizer, batch_size=batch_size)
-    try:
-        found = simple_evaluate(
-            lm, tasks=tasks, num_fewshot=num_fewshot, limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--tasks {','.join(tasks)}: {reason}; check the task and that its data can be downloaded or is here") from error
-    return {task: {key: value for key, value in metrics.items() if key != "alias"} for task, metrics in found["results"].items()}
+def streamed_loss(skeleton: Skeleton, tokens: Tensor) -> float:
+    """Mean negative log likelihood of `tokens` `[1, tokens]` in float32 on the CPU, one block in memory at a time."""
+    embedded = embed(skeleton, tokens, None, torch.float32, "cpu")
+    hidden, samples = embedded.hidden, torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        for name, call in zip(skeleton.block_names, embedded.calls, strict=True):
+            with skeleton.materialized([name], torch.float32):
+                hidden = call.run(skeleton.model.get_submodule(name), hidden, samples)
+        output = BaseModelOutputWithPast(last_hidden_state=head_inputs(skeleton, tokens, None, hidden, torch.float32, "cpu"))
+        with skeleton.materialized([skeleton.sites[-1].name], torch.float32):
+            logits = head_logits(skeleton.model, tokens, output, slice(None))
+    return float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))

@@ -1,8 +1,8 @@
 """Checkpoints as models again, packed ones by our own unpackers.
 
-`UnpackedCheckpoint` looks like a floating point checkpoint whose quantized weights are multiplied out as they are read, so a skeleton over it,
-and whatever else reads plain weights, works on packed files, and no other quantizer's package is needed. Float checkpoints are loaded by
-transformers, which knows every architecture's renamings.
+`UnpackedCheckpoint` looks like a floating point checkpoint whose quantized weights are multiplied out as they are read, so a skeleton over
+it, and whatever else reads plain weights, works on packed files, and no other quantizer's package is needed. Float checkpoints are loaded
+by transformers, which knows every architecture's renamings.
 
 What we gave up: packed models do not save memory here; packed tensors of fused experts are not read yet.
 """
@@ -10,6 +10,7 @@ What we gave up: packed models do not save memory here; packed tensors of fused 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,13 +24,15 @@ from transformers.pytorch_utils import Conv1D
 from evenround.checkpoint import Checkpoint, TensorSpec
 from evenround.errors import UserError
 from evenround.export import StoredWeight, read_schemes
-from evenround.model import Skeleton, _find_blocks, _find_sites, _map_names, _parameters_on_meta, load_config, skeleton_from
+from evenround.model import Skeleton, find_blocks, find_sites, load_config, map_names, parameters_on_meta, skeleton_from
 from evenround.tensorfile import file_size, load_json, read_range
 
 PACKED_LEAVES = frozenset(
     ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 )
 """Last parts of the names of tensors that stand for a quantized weight, in all formats that are read."""
+
+TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +58,18 @@ def read_config(path: Path) -> dict[str, Any]:
     return load_json(file, read_range(file, 0, file_size(file)))
 
 
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """The `quant_method` in a config.json; None when it has no quantization_config."""
+    section = config.get("quantization_config")
+    return str(section.get("quant_method")) if isinstance(section, Mapping) else None
+
+
 def empty_model(path: Path, trust_remote_code: bool = False) -> nn.Module:
     """The model of config.json in directory `path` in floating point, whatever its weights are stored in; parameters on the meta device."""
     config = load_config(path, trust_remote_code)
     vars(config).pop("quantization_config", None)
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError) as error:
         raise UserError(f"{path}: {str(error).splitlines()[0]}; only causal language models can be loaded") from error
@@ -117,10 +126,10 @@ def unpacked_checkpoint(checkpoint: Checkpoint, model: nn.Module, stored: Mappin
 
 
 def skeleton_of(model: nn.Module, checkpoint: Checkpoint) -> Skeleton:
-    """The skeleton of `model` (from `empty_model`) over a checkpoint of float or unpacked weights. Raises `UserError` for missing tensors."""
-    names, tied = _map_names(model, checkpoint)
-    blocks = _find_blocks(model)
-    sites = _find_sites(model, checkpoint, names, blocks)
+    """The skeleton of `model` (from `empty_model`) over float or unpacked weights. Raises `UserError` for missing tensors."""
+    names, tied = map_names(model, checkpoint)
+    blocks = find_blocks(model)
+    sites = find_sites(model, checkpoint, names, blocks)
     config: transformers.PretrainedConfig = model.config  # type: ignore[assignment]
     return Skeleton(model=model, config=config, checkpoint=checkpoint, names=names, tied=tied, block_names=blocks, sites=sites)
 
@@ -152,7 +161,9 @@ def load_model(
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in directory `path`, or None when there is none that can be loaded."""
+    """The tokenizer in directory `path`, or None when there is none that can be loaded (transformers makes empty ones up without files)."""
+    if not any(fnmatch(file.name, pattern) for file in path.iterdir() for pattern in TOKENIZER_FILES):
+        return None
     try:
         with _quiet():
             return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]

@@ -7,8 +7,8 @@ A manifest is continued only by a run with the same settings; any difference is 
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class Manifest:
     blocks: list[dict[str, object]] = field(default_factory=list)
 
     @staticmethod
+    def exists(output_dir: Path) -> bool:
+        """Whether a run in `output_dir` has begun and is not finished."""
+        return (output_dir / FOLDER / _MANIFEST).is_file()
+
+    @staticmethod
     def open(output_dir: Path, settings: Mapping[str, object]) -> "Manifest":
         """The manifest under `output_dir`, or a new one. Raises `UserError` naming each setting that differs."""
         folder = output_dir / FOLDER
@@ -53,7 +58,7 @@ class Manifest:
         try:
             saved = json.loads(path.read_text())
             done, blocks, before = int(saved["done"]), list(saved["blocks"]), dict(saved["settings"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read ({error}); start anew with --overwrite") from error
         if saved.get("version") != _VERSION:
             raise UserError(f"{path} was written by another version of evenround; start anew with --overwrite")
@@ -78,13 +83,19 @@ class Manifest:
         path = self._chain_path(self.done)
         try:
             tensors = safetensors.torch.load_file(path)
-        except (OSError, safetensors.SafetensorError) as error:
+            return Chains(tensors["float"], tensors.get("quantized", tensors["float"]))
+        except (OSError, safetensors.SafetensorError, KeyError) as error:
             raise UserError(f"{path} cannot be read ({error}); start anew with --overwrite") from error
-        return Chains(tensors["float"], tensors.get("quantized", tensors["float"]))
 
     def remove(self) -> None:
-        """The run is over: drop the working folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """The run is over: drop the working folder, the manifest last. Killed in between, the next run still knows that all is done."""
+        manifest = self.folder / _MANIFEST
+        with suppress(OSError):
+            for path in self.folder.iterdir():
+                if path != manifest:
+                    path.unlink()
+            manifest.unlink()
+            self.folder.rmdir()
 
     def _chain_path(self, done: int) -> Path:
         return self.folder / f"inputs-{done:05d}.safetensors"

@@ -124,7 +124,7 @@ def _under(name: str, prefix: str) -> bool:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Parameters registered inside go to the meta device; buffers stay real, because constructors compute their values."""
     register = nn.Module.register_parameter
 
@@ -158,18 +158,18 @@ def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool 
         method = config.to_dict()["quantization_config"].get("quant_method", "unknown")
         raise UserError(f"{source} is quantized already (quant_method {method!r}); start from the floating point model")
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise UserError(f"{source}: {str(error).splitlines()[0]}; only causal language models can be quantized") from error
     model.eval()
-    names, tied = _map_names(model, checkpoint)
-    block_names = _find_blocks(model)
-    sites = _find_sites(model, checkpoint, names, block_names)
+    names, tied = map_names(model, checkpoint)
+    block_names = find_blocks(model)
+    sites = find_sites(model, checkpoint, names, block_names)
     return Skeleton(model=model, config=config, checkpoint=checkpoint, names=names, tied=tied, block_names=block_names, sites=sites)
 
 
-def _map_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]:
+def map_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]:
     """Module tree ↔ checkpoint: the same name, or with the base model's prefix added or taken away (GPT-2 files lack `transformer.`)."""
     prefix = model.base_model_prefix + "."  # type: ignore[operator]
     there = set(checkpoint.names)
@@ -183,7 +183,7 @@ def _map_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str]
     return names, {target: source for target, source in tied.items() if target not in names and source in names}
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, ...]:
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Names of the decoder blocks: the longest ModuleList of the modules that transformers must not split over devices."""
     no_split = set(model._no_split_modules or ())  # type: ignore[union-attr, arg-type]
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -194,7 +194,7 @@ def _find_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}.{number}" for number in range(len(blocks)))
 
 
-def _find_sites(model: nn.Module, checkpoint: Checkpoint, names: Mapping[str, str], block_names: Sequence[str]) -> tuple[Site, ...]:
+def find_sites(model: nn.Module, checkpoint: Checkpoint, names: Mapping[str, str], block_names: Sequence[str]) -> tuple[Site, ...]:
     sites = []
     for number, block_name in enumerate(block_names):
         block = model.get_submodule(block_name)

@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import nn
+
 from evenround.checkpoint import CheckpointWriter, atomic_write_text, remove_checkpoint
 from evenround.config import OutputConfig
 from evenround.errors import UserError
 from evenround.export import Exporter
-from evenround.manifest import FOLDER, refuse_other_settings
+from evenround.manifest import FOLDER, Manifest, refuse_other_settings
 from evenround.model import Skeleton
 from evenround.record import RECORD, read_record, write_record
 from evenround.scheme import Scheme
@@ -47,7 +49,7 @@ def prepare(output: OutputConfig, source: Path, settings: Mapping[str, object]) 
     if output.overwrite:
         _clear(output)
         return None
-    if (root / FOLDER).exists():
+    if Manifest.exists(root):
         return None
     for folder in folders(output):
         record = read_record(folder)
@@ -67,13 +69,13 @@ def _settings_of(record: Mapping[str, object]) -> dict[str, object]:
 
 
 def _clear(output: OutputConfig) -> None:
-    """Remove what a run writes, and nothing else."""
+    """Remove what a run writes, and nothing else; first what says that a checkpoint is whole."""
     shutil.rmtree(output.output_dir / FOLDER, ignore_errors=True)
     for folder in {output.output_dir, *folders(output)}:
         if folder.is_dir():
-            remove_checkpoint(folder)
             for name in ("config.json", RECORD):
                 (folder / name).unlink(missing_ok=True)
+            remove_checkpoint(folder)
 
 
 def finish_checkpoint(
@@ -92,7 +94,9 @@ def finish_checkpoint(
     copy_companions(source, folder)
     write_record(folder, record)
     config = json.loads((source / "config.json").read_text())
-    quantization = exporter.quantization_config(schemes, skeleton.sites, settings, default)
+    known = {site.name for site in skeleton.sites}
+    others = [name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear) and name not in known]
+    quantization = exporter.quantization_config(schemes, skeleton.sites, settings, default, others)
     if quantization is not None:
         config["quantization_config"] = quantization
     if any(schemes[site.name] and site.parameter in skeleton.tied for site in skeleton.sites):

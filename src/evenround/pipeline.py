@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import huggingface_hub
 import torch
 import transformers
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
 from evenround.calibration import TokenRows, load_calibration
@@ -99,6 +101,8 @@ def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
     exporters = [exporter.for_schemes(schemes) for exporter in exporters]
     _check_formats(exporters, skeleton.sites, schemes)
     tell.schemes(skeleton.sites, schemes)
+    for note in [note for exporter in exporters for note in exporter.cautions(schemes)]:
+        tell.note(note)
 
     device = pick_device(job.device.device)
     wish = None if job.device.compute_dtype == "auto" else torch_dtype(job.device.compute_dtype)
@@ -140,9 +144,6 @@ def locate(model: str) -> Path:
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(f"model {model!r} is not a directory; give a transformers model directory or a hub id such as org/name")
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
         allowed = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=allowed))

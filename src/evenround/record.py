@@ -26,7 +26,7 @@ class BlockRecord:
 
     blocks: tuple[str, ...]
     rtn_loss: float | None
-    """Mean squared error over all samples with untuned rounding; None when no text was run (iters 0)."""
+    """Mean squared error over all samples with untuned rounding; None when no text was run (iters 0), and in JSON if it is not finite."""
     tuned_loss: float | None
     kept: str
     """`tuned`, `untuned` or `float` (nothing to quantize)."""
@@ -39,7 +39,8 @@ class BlockRecord:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+        """Plain JSON values. Losses that are not finite become None: JSON has no NaN."""
+        return json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)  # type: ignore[no-any-return]
 
 
 def versions() -> dict[str, str]:
@@ -54,6 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def write_record(directory: Path, record: Mapping[str, object]) -> None:
+    """Write `record` into `directory`, whole or not at all. Raises `UserError` when it cannot be written."""
     atomic_write_text(directory / RECORD, json.dumps(record, indent=1) + "\n")
 
 
@@ -65,9 +67,9 @@ def read_record(directory: Path) -> dict[str, object] | None:
     try:
         record = json.loads(path.read_text())
     except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+        raise UserError(f"{path} is damaged ({error}); delete it, or quantize anew with --overwrite") from error
     if not isinstance(record, dict):
-        raise UserError(f"{path} is damaged: not an object")
+        raise UserError(f"{path} is damaged (not an object); delete it, or quantize anew with --overwrite")
     return record
 
 

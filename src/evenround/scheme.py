@@ -10,7 +10,7 @@ quantization enter; anything but the supported values is refused by name.
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -85,6 +85,7 @@ class Scheme:
 
     @property
     def label(self) -> str:
+        """Short name for tables, the weight's."""
         return self.weight.label
 
     def to_dict(self) -> dict[str, object]:
@@ -105,7 +106,7 @@ class Scheme:
         merged = dict(base.to_dict()) if base else dict(known)
         for key, value in fields.items():
             if key not in known:
-                raise UserError(f"unknown scheme field {key!r} in layer_config{nearest(key, known)} Fields: {', '.join(known)}")
+                raise UserError(f"unknown scheme field {key!r}{nearest(key, known) or '.'} Fields: {', '.join(known)}")
             merged[key] = value
         weight = WeightScheme(
             bits=merged["bits"],  # type: ignore[arg-type]
@@ -134,15 +135,15 @@ NOT_YET = (
 )  # fmt: skip
 
 
-def preset(name: str) -> Scheme:
-    """The scheme that `name` stands for, any case, `-` or `_`. Raises `UserError` with the nearest name."""
+def preset(name: str, place: str = "--scheme") -> Scheme:
+    """The scheme that `name` stands for, any case, `-` or `_`. Raises `UserError` with `place`, where the name was given, and the nearest name."""
     folded = name.upper().replace("-", "_")
     for known, scheme in PRESETS.items():
         if folded in (known, known.replace("A16G", "A16_G")):
             return scheme
     if folded in NOT_YET or folded.startswith("GGUF"):
-        raise UserError(f"scheme {name!r} (--scheme) is not implemented yet; integer weight-only schemes are: {', '.join(PRESETS)}")
-    raise UserError(f"no scheme {name!r} (--scheme){nearest(name, PRESETS)} Schemes: {', '.join(PRESETS)}")
+        raise UserError(f"scheme {name!r} ({place}) is not implemented yet; integer weight-only schemes are: {', '.join(PRESETS)}")
+    raise UserError(f"no scheme {name!r} ({place}){nearest(name, PRESETS) or '.'} Schemes: {', '.join(PRESETS)}")
 
 
 class SiteLike(Protocol):
@@ -181,8 +182,9 @@ def parse_layer_config(text: str) -> dict[str, Override]:
         try:
             parsed = json.loads(quoted)
         except json.JSONDecodeError as error:
+            near = quoted[error.pos : error.pos + 20]  # a position would be one in the quoted text
             raise UserError(
-                f"layer_config {text!r} (--layer_config) cannot be read: {error.msg} at character {error.pos}; "
+                f"layer_config {text!r} (--layer_config) cannot be read: {error.msg} {f'near {near!r}' if near else 'at its end'}; "
                 'write JSON such as {"mlp.down_proj": {"bits": 8}, "k_proj": "W8A16"}'
             ) from None
     if not isinstance(parsed, dict):
@@ -198,33 +200,33 @@ def _quote_bare_word(match: re.Match[str]) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True when `pattern` is the name, a substring of it, or a regular expression found in it (`re:` may stand before it)."""
+    """True when `pattern` is a substring of the name or a regular expression found in it; `re:` before it: one that matches from its start.
+
+    Without `re:`, a number at the end of the pattern is a whole number: `layers.1` is not in `layers.10`. Raises `re.error`.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    if pattern == name or pattern in name:
-        return True
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return False
+    end = r"(?!\d)" if pattern[-1:].isdigit() else ""
+    return re.search(re.escape(pattern) + end, name) is not None or re.search(pattern + end, name) is not None
 
 
 def resolve_schemes(sites: Iterable[SiteLike], rules: SchemeRules, *, ragged_groups: bool = False) -> Mapping[str, Scheme | None]:
     """The frozen table `{site name: Scheme, or None for floating point}`, in site order.
 
     `ragged_groups`: accept a group size that does not divide `in` (only `fake` can hold the ragged last group).
-    Raises `UserError` for a pattern that matches no site, for an unknown scheme or field, and for groups that do not divide a width.
+    ignore_layers wins over layer_config. Raises `UserError` for a pattern that matches no site, an unknown scheme or field, groups that do
+    not divide a width, and an output head that is named but not to be quantized.
     """
     sites = list(sites)
     names = [site.name for site in sites]
-    for flag, patterns in (("--ignore_layers", rules.ignore_layers), ("--layer_config", tuple(rules.layer_config))):
-        for pattern in patterns:
-            if not any(matches(pattern, name) for name in names):
-                last_parts = {name.rsplit(".", 1)[-1] for name in names}
-                raise UserError(f"{pattern!r} ({flag}) matches no layer{nearest(pattern, [*names, *sorted(last_parts)])}")
+    if rules.quant_lm_head and not any(site.is_head for site in sites):
+        raise UserError("--quant_lm_head: this model has no output head that can be quantized; leave the flag out")
+    ignored = {name for pattern in rules.ignore_layers for name in _select("--ignore_layers", pattern, names)}
+    overrides = _overrides(sites, rules)
     table: dict[str, Scheme | None] = {}
     for site in sites:
-        scheme = _scheme_of(site, rules)
+        left_alone = site.name in ignored or (site.is_head and not rules.quant_lm_head)
+        scheme = None if left_alone else overrides.get(site.name, rules.default)
         if scheme is not None:
             _check_groups(site, scheme.weight, ragged_groups)
         table[site.name] = scheme
@@ -233,34 +235,46 @@ def resolve_schemes(sites: Iterable[SiteLike], rules: SchemeRules, *, ragged_gro
     return MappingProxyType(table)
 
 
-def _scheme_of(site: SiteLike, rules: SchemeRules) -> Scheme | None:
-    exact = rules.layer_config.get(site.name)
-    override: Override | None = exact
-    if exact is None:
-        for pattern, value in rules.layer_config.items():
-            if matches(pattern, site.name):
-                override = value
-    if any(matches(pattern, site.name) for pattern in rules.ignore_layers):
-        return None
-    if site.is_head and not rules.quant_lm_head:
-        if override is not None and exact is not None:
-            raise UserError(f"layer_config names {site.name!r}, but the output head is left alone unless --quant_lm_head is given")
-        return None
-    return _apply(override, rules.default)
+def _select(flag: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
+    """The names that `pattern` stands for: itself alone if it is one of them, else all that it matches."""
+    try:
+        chosen = frozenset([pattern] if pattern in names else [name for name in names if matches(pattern, name)])
+    except re.error as error:
+        raise UserError(f"{pattern!r} ({flag}) is neither part of a layer's name nor a regular expression ({error})") from None
+    if not chosen:
+        last_parts = sorted({name.rsplit(".", 1)[-1] for name in names})
+        raise UserError(f"{pattern!r} ({flag}) matches no layer{nearest(pattern, [*names, *last_parts]) or f'; last parts of names: {last_parts}'}")
+    return chosen
 
 
-def _apply(override: Override | None, default: Scheme) -> Scheme | None:
-    if override is None:
-        return default
-    if isinstance(override, Scheme):
-        return override
-    if isinstance(override, str):
-        return preset(override)
-    if not isinstance(override, Mapping):
-        raise UserError(f"layer_config value {override!r} must be a scheme name or an object of scheme fields")
-    if override.get("bits") == 16:
-        return None
-    return Scheme.from_dict(override, default)
+def _overrides(sites: Sequence[SiteLike], rules: SchemeRules) -> dict[str, Scheme | None]:
+    """What layer_config says of the sites it names. Every entry is checked, also one that others override."""
+    names, heads = [site.name for site in sites], {site.name for site in sites if site.is_head}
+    exact: dict[str, Scheme | None] = {}
+    broad: dict[str, Scheme | None] = {}
+    for pattern, value in rules.layer_config.items():
+        scheme, chosen = _apply(pattern, value, rules.default), _select("--layer_config", pattern, names)
+        if scheme is not None and chosen <= heads and not rules.quant_lm_head:
+            raise UserError(f"{pattern!r} (--layer_config) names the output head, which is left alone unless --quant_lm_head is given")
+        (exact if pattern in chosen else broad).update(dict.fromkeys(chosen, scheme))
+    return {**broad, **exact}
+
+
+def _apply(pattern: str, value: Override, default: Scheme) -> Scheme | None:
+    """The scheme that one entry of layer_config asks for; None: 16 bits, floating point."""
+    place = f"--layer_config {pattern!r}"
+    if isinstance(value, Scheme):
+        return value
+    if isinstance(value, str):
+        return preset(value, place)
+    if not isinstance(value, Mapping):
+        raise UserError(f"{place}: {value!r} must be a scheme name or an object of scheme fields")
+    floating = value.get("bits") == 16
+    try:
+        scheme = Scheme.from_dict({**value, "bits": default.weight.bits} if floating else value, default)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    return None if floating else scheme
 
 
 def _check_groups(site: SiteLike, weight: WeightScheme, ragged_groups: bool) -> None:

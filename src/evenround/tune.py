@@ -129,7 +129,7 @@ def squared_error(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor
 
 
 @dataclass(slots=True)
-class _SiteState:
+class SiteState:
     """Tuning state of one site. `rows`, `offset`: `[groups, size]`; clips, `low`, `high`: float32 `[groups, 1]`."""
 
     site: Site
@@ -162,13 +162,13 @@ def _weight_of(block: Block, site: Site) -> Tensor:
     return (weight.t().contiguous() if site.transposed else weight).detach()
 
 
-def _initial_state(block: Block, site: Site, scheme: WeightScheme, minmax_tuning: bool) -> _SiteState:
+def initial_state(block: Block, site: Site, scheme: WeightScheme, minmax_tuning: bool) -> SiteState:
     weight = _weight_of(block, site)
     rows = to_groups(weight, scheme.group_size)
     low, high = group_range(rows)
     offset = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device, requires_grad=True)
     clips = [torch.ones_like(low).requires_grad_(minmax_tuning) for _ in range(2)]
-    return _SiteState(site, scheme, weight, rows, low, high, offset, *clips)
+    return SiteState(site, scheme, weight, rows, low, high, offset, *clips)
 
 
 def round_to_nearest(blocks: Sequence[Block]) -> dict[str, QuantizedWeight]:
@@ -198,7 +198,7 @@ class _Draw:
 
 
 def step(
-    blocks: Sequence[Block], states: Sequence[_SiteState], samples: Samples, chosen: Tensor, micro_batch: int, device: torch.device
+    blocks: Sequence[Block], states: Sequence[SiteState], samples: Samples, chosen: Tensor, micro_batch: int, device: torch.device
 ) -> float:
     """Loss of the current parameters on the samples `chosen`, and its gradients in `.grad` of the parameters.
 
@@ -221,7 +221,7 @@ def step(
     return loss
 
 
-def _follow_sign(states: Sequence[_SiteState], config: TuneConfig, fraction: float) -> None:
+def follow_sign(states: Sequence[SiteState], config: TuneConfig, fraction: float) -> None:
     """One update: each parameter moves by its step size times `fraction`, against the sign of its (averaged) gradient."""
     with torch.no_grad():
         for state in states:
@@ -268,7 +268,7 @@ def tune_block(
     if config.iters == 0 or not untuned:
         return GroupResult(untuned, rtn_outputs, rtn_loss, None, "untuned", None, (), ())
     del rtn_outputs
-    states = [_initial_state(block, site, scheme, config.minmax_tuning) for block in blocks for site, scheme in block.sites]
+    states = [initial_state(block, site, scheme, config.minmax_tuning) for block in blocks for site, scheme in block.sites]
     draw = _Draw(len(samples.inputs), config.batch_size * config.gradient_accumulate_steps, generator)
     losses: list[float] = []
     best_loss, best_iteration, best = math.inf, 0, untuned
@@ -283,7 +283,7 @@ def tune_block(
         if config.keep == "best" and loss < best_loss:
             best_loss, best_iteration = loss, iteration
             best = {state.site.name: state.export() for state in states}
-        _follow_sign(states, config, 1 - iteration / config.iters)
+        follow_sign(states, config, 1 - iteration / config.iters)
     if config.keep == "last":
         best_iteration, best = config.iters, {state.site.name: state.export() for state in states}
     del states

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rows import load_rows, text_rows
-from transformers import AutoTokenizer
-
 from auto_round import AutoRound
 from auto_round.algorithms.quantization.sign_round import quantizer as sign_round
+from transformers import AutoTokenizer
+
+from rows import load_rows, text_rows
 
 
 def arguments() -> argparse.Namespace:

@@ -13,10 +13,11 @@ import json
 from pathlib import Path
 
 import torch
-from rows import text_rows
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+
+from rows import text_rows
 
 
 def load(directory: Path) -> PreTrainedModel:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the environment that the peer tools run in: auto-round 0.16.1 with the readers of its formats, CPU builds only.
+# Builds the environment that the peer tools run in: auto-round 0.16.1 with the readers of its formats.
 #
 #     tools/peers/make_env.sh DIR [PYTHON]
 #
 # DIR/bin/python is then the interpreter for every script of this folder. DIR/arl holds auto-round-lib (the compiled kernels of
 # auto-round's reader); put it on PYTHONPATH to load with them, leave it out to load with plain torch.
-# About 1.6 GB and two minutes. torch comes first and is then held, so that nothing brings in an accelerator build.
+# About 1.6 GB and two minutes with a CPU build of torch. torch comes first and is then held, so that nothing replaces its build.
 set -euo pipefail
 
 if [ $# -lt 1 ]; then

@@ -3,7 +3,7 @@
     python rtn_goldens.py MODEL GOLDEN.json [--check] [--only W4] [--bf16] [--keep DIR]
 
 Exports MODEL at W2/W3/W4/W8, symmetric and asymmetric, groups 32, 128 and per channel, in both formats, each in a process of its own, by
-the route that loads the model; then what the shard-by-shard route can do (without torch.compile, see README.md), marked `model_free`.
+the route that loads the model; where the shard-by-shard route writes another layout, also by that one (marked `model_free`; without torch.compile, see README.md).
 Writes one entry a combination under a key such as `W4 g128 sym auto_round` or `W4 g128 asym auto_round model_free`:
 
     {"packing": …, "layers": 28, "tensors": {suffix: {"dtype": "I32", "shape": […], "sha256": …}}}   or   {"error": …}
@@ -19,25 +19,36 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
-import autoround_export
 from safetensors import safe_open
+
+import autoround_export
 
 BITS = (2, 3, 4, 8)
 GROUPS = (32, 128, -1)
 FORMATS = ("auto_round", "llm_compressor")
 COMBINATIONS = (
     *((bits, group, asym, fmt, "regular") for fmt in FORMATS for bits in BITS for group in GROUPS for asym in (False, True)),
-    *((bits, group, asym, "auto_round", "model_free") for bits in (2, 4, 8) for group in (32, 128) for asym in (False, True)),
+    *((4, group, True, "auto_round", "model_free") for group in (32, 128)),
 )
-"""(bits, group, asymmetric, format, route). Upstream's shard-by-shard route knows 2, 4 and 8 bits and fails silently per channel."""
+"""(bits, group, asymmetric, format, route). Where upstream's shard-by-shard route works it writes the same, but for this layout."""
+OPT_IN = "AR_ALLOW_W8_ASYM"
+"""Environment variable without which upstream refuses 8 bits asymmetric in the auto_round format; set for those exports alone."""
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
-DTYPES = {"torch.int32": "I32", "torch.int64": "I64", "torch.int8": "I8", "torch.float16": "F16", "torch.float32": "F32", "torch.bfloat16": "BF16"}
+DTYPES = {
+    "torch.int32": "I32",
+    "torch.int64": "I64",
+    "torch.int8": "I8",
+    "torch.float16": "F16",
+    "torch.float32": "F32",
+    "torch.bfloat16": "BF16",
+}
 
 
 def describe(checkpoint: Path) -> dict[str, object]:
@@ -59,7 +70,9 @@ def describe(checkpoint: Path) -> dict[str, object]:
     return {"packing": config.get("packing_format") or config.get("format"), "layers": len(layers), "tensors": tensors}
 
 
-def export_in_child(argv: list[str], error_file: str) -> None:
+def export_in_child(argv: list[str], error_file: str, opt_in: bool) -> None:
+    if opt_in:
+        os.environ[OPT_IN] = "1"
     sys.argv = ["autoround_export.py", *argv]
     try:
         autoround_export.main()
@@ -77,7 +90,8 @@ def one(model: Path, bits: int, group: int, asym: bool, fmt: str, *, route: str,
     argv += ["--asym"] if asym else []
     argv += ["--no_compile"] if route == "model_free" else []
     argv += [] if bf16 else ["--float32"]
-    child = multiprocessing.get_context("fork").Process(target=export_in_child, args=(argv, str(error_file)))
+    opt_in = bits == 8 and asym and fmt == "auto_round"
+    child = multiprocessing.get_context("fork").Process(target=export_in_child, args=(argv, str(error_file), opt_in))
     child.start()
     child.join()
     try:
@@ -85,7 +99,7 @@ def one(model: Path, bits: int, group: int, asym: bool, fmt: str, *, route: str,
             return {"error": " ".join(error_file.read_text(encoding="utf-8").split())}
         if not out.exists():
             return {"error": f"the export died with exit code {child.exitcode}"}
-        entry = describe(out)
+        entry = describe(out) | ({"opt_in": f"{OPT_IN}=1"} if opt_in else {})
         if keep is not None:
             target = keep / label(bits, group, asym, fmt, route).replace(" ", "_")
             shutil.rmtree(target, ignore_errors=True)

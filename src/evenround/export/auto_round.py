@@ -16,8 +16,9 @@ schemes need, and its reader takes symmetric layers only. Facts about 0.16.1 fou
 * that route packs asymmetric 4 bits as `auto_round`, the calibrated one as `auto_round:auto_awq`: both load, the latter is what vLLM reads;
 * it divides by zero for group size 0, at export and in its reader, and `AutoRoundConfig` refuses 0: a per-tensor scale is repeated for
   every output channel and declared as group size -1, which is the same weight (`stored`);
-* it routes by the default scheme alone: with a symmetric default and an asymmetric layer, or an asymmetric 4-bit default and a symmetric
-  exception, zero points are stored in a packing whose reader does not take that layer; such mixtures are written as `auto_round`;
+* it routes by the default scheme alone: an asymmetric layer under a symmetric default goes into `auto_round:auto_gptq`, where its torch
+  reader stops and a zero point 0 would come back as 1; mixtures of symmetric and asymmetric layers are written as `auto_round` here;
+* asked for a quantized head that is tied to the embedding it leaves it out without a word; here it is written under the module's name;
 * its reader takes only layers with both dimensions divisible by 32 and groups that divide `in`; for others it falls back to a placeholder
   that stops with a TypeError. Those are refused here (auto-round leaves layers off 32 unquantized, and writes ragged groups);
 * without auto-round-lib or gptqmodel its CPU reader knows no AWQ packing and stops the same way.
@@ -262,6 +263,8 @@ class _Rules:
         extra: dict[str, WeightScheme | None] = {}
         for key, fields in extra_config.items():
             compile_pattern(key, "extra_config")
+            if not isinstance(fields, Mapping):
+                raise UserError(f"quantization_config (config.json), extra_config[{key!r}] is {fields!r}, not an object of scheme fields")
             bits = fields.get("bits", default.bits)
             group_size, symmetric = fields.get("group_size", default.group_size), fields.get("sym", default.symmetric)
             wide = isinstance(bits, int) and bits >= 16

@@ -107,6 +107,7 @@ class StoredWeight:
     format: Exporter
 
     def unpack(self, read: Reader) -> QuantizedWeight:
+        """The weight itself; `read` must give this checkpoint's tensors."""
         return self.format.unpack(self.prefix, read, self.scheme, self.shape)
 
 
@@ -174,10 +175,12 @@ def compile_pattern(pattern: str, place: str) -> re.Pattern[str]:
 
 
 def no_packed_weights(leaf: str, format_name: str) -> UserError:
+    """The error for a config that promises packed weights in a checkpoint without any."""
     return UserError(f"quantization_config (config.json) says {format_name}, but the checkpoint has no tensor named ….{leaf}")
 
 
 def disagreement(name: str, what: str) -> UserError:
+    """The error for a module about which config and tensors differ."""
     return UserError(f"quantization_config (config.json) and tensors disagree: {name} {what}")
 
 

@@ -257,18 +257,21 @@ class _Rules:
     @staticmethod
     def read(config: Mapping[str, object]) -> "_Rules":
         groups, ignore = config.get("config_groups"), config.get("ignore") or []
-        if not isinstance(groups, Mapping) or not isinstance(ignore, list):
-            raise UserError("quantization_config (config.json): config_groups must be an object and ignore a list")
+        objects = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
+        if not isinstance(groups, Mapping) or not objects or not isinstance(ignore, list):
+            raise UserError("quantization_config (config.json): config_groups must be an object of objects and ignore a list")
         targets: dict[str, WeightScheme] = {}
         for number, group in groups.items():
-            found, arguments = group.get("format") or config.get("format"), group.get("weights") or {}
+            found, arguments, names = group.get("format") or config.get("format"), group.get("weights") or {}, group.get("targets")
+            if not isinstance(arguments, Mapping) or not isinstance(names, list):
+                raise UserError(f"quantization_config (config.json), {number}: targets must be a list of names and weights an object")
             if found != FORMAT or arguments.get("type", "int") != "int" or group.get("input_activations"):
                 raise UserError(
                     f"quantization_config (config.json), {number}: format {found!r}, type {arguments.get('type')!r}, input_activations "
                     f"{group.get('input_activations')!r} cannot be read; only weight-only 'int' in {FORMAT!r} can"
                 )
             scheme = scheme_from_config(number, arguments.get("num_bits"), _group_size(number, arguments), arguments.get("symmetric", True))
-            for target in group.get("targets", []):
+            for target in names:
                 targets.setdefault(target, scheme)
         for name in [*targets, *ignore]:
             if name.startswith("re:"):

@@ -60,7 +60,7 @@ def to_groups(weight: Tensor, group_size: int) -> Tensor:
 def from_groups(rows: Tensor, shape: tuple[int, int]) -> Tensor:
     """Inverse of `to_groups` for a weight of `shape` `[out, in]`."""
     out_features, in_features = shape
-    return rows.reshape(1 if out_features == 0 else out_features, -1)[:, :in_features]
+    return rows.reshape(out_features, -1)[:, :in_features] if rows.numel() else rows.reshape(shape)
 
 
 def group_range(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ class IntegerQDQ(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         rows: Tensor,
         offset: Tensor,
@@ -225,13 +225,15 @@ def quantize(
 ) -> QuantizedWeight:
     """Quantize `weight` `[out, in]` with tuned parameters (`offset` `[groups, size]`, clips `[groups, 1]`), or by plain rounding without.
 
-    Bit for bit what `IntegerQDQ` used: same grid, same rounding. Raises `OverflowError` when a scale does not fit float16.
+    Bit for bit what `IntegerQDQ` used: same grid, same rounding. A float64 weight is rounded to float32 first.
+    Raises `OverflowError` when a scale does not fit float16.
     """
-    rows = to_groups(weight, scheme.group_size)
+    rows = to_groups(weight.float() if weight.dtype == torch.float64 else weight, scheme.group_size)
     low, high = group_range(rows)
     grid = make_grid(low, high, min_clip, max_clip, scheme)
     if not torch.isfinite(grid.scale).all():
-        raise OverflowError(f"a scale of magnitude {max(float(high.max()), float(-low.min())):.3g} / 2^{scheme.bits - 1} does not fit float16")
+        widest = torch.maximum(high, -low) / 2 ** (scheme.bits - 1) if scheme.symmetric else (high - low) / (2**scheme.bits - 1)
+        raise OverflowError(f"a scale of magnitude {float(widest.max()):.3g} does not fit float16")
     shift = 2 ** (scheme.bits - 1) if scheme.symmetric else 0
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
     for at in _chunks(rows):

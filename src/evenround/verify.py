@@ -1,0 +1,374 @@
+"""Reading a checkpoint back, tensor by tensor, to say what is wrong with it before anyone serves it.
+
+Without the original: files and headers; every tensor that the model class expects is there, once, in its shape and as floating point;
+quantization_config and tensors agree; scales and weights are finite, scales not zero, zero points in range, padding bits clear; sizes and
+schemes are those of the run record. What cannot be known without the original: whether codes, scales and weights that are possible are also
+the right ones. A flipped bit in a code or two layers changed places look like any other weights.
+
+With the original: weights that were not quantized are its own, byte for byte; quantized ones are within the two bounds of
+`evenround.distance`. That finds damaged codes and weights in the wrong place. The bound on single codes is asked only of `auto_round` files
+and of those with a run record: others may come from methods that move weights before rounding them (GPTQ, AWQ). `fake` files hold no codes;
+there only the bound on whole layers is left.
+
+One layer is in memory at a time; the loss on a short text is computed block by block.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from evenround.checkpoint import INDEX_FILE, Checkpoint
+from evenround.data import evaluation_text
+from evenround.distance import LayerError, far_codes, layer_error
+from evenround.errors import UserError, nearest
+from evenround.evaluate import max_length, streamed_loss, text_rows
+from evenround.export import EXPORTERS, StoredWeight, read_schemes
+from evenround.loading import (
+    PACKED_LEAVES,
+    empty_model,
+    linear_modules,
+    load_tokenizer,
+    quant_method,
+    read_config,
+    skeleton_of,
+    tensor_candidates,
+    unpacked_checkpoint,
+)
+from evenround.model import Site, Skeleton, skeleton_from
+from evenround.record import RECORD, read_record
+from evenround.scheme import Scheme
+
+FORMATS = {"auto-round": "auto_round", "compressed-tensors": "llm_compressor", None: "fake"}
+"""quant_method → format."""
+
+DOWNLOAD = "copy or download the checkpoint again, or quantize again"
+RESTORE = "restore config.json and the record, or quantize again"
+
+LOSS_TOKENS = 512
+PIECE = 1 << 24
+"""Elements read at once of tensors that are only compared."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong."""
+
+    place: str
+    """File, tensor or layer."""
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What `verify` found."""
+
+    checkpoint: str
+    findings: tuple[Finding, ...]
+    layers: tuple[LayerError, ...] = ()
+    """Only with a reference."""
+    loss: float | None = None
+    """Mean negative log likelihood per token on a short text; None when the checkpoint is broken or has no tokenizer."""
+    reference_loss: float | None = None
+    tensors: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def verify(checkpoint: Path, reference: Path | None = None, text: str | None = None, trust_remote_code: bool = False) -> Verification:
+    """Check the checkpoint in directory `checkpoint`, against its original in `reference` if given; `text` for the loss (default: shipped).
+
+    What is wrong with the checkpoint is returned, never raised. Raises `UserError` only for a reference that cannot be used.
+    """
+    original = skeleton_from(reference, Checkpoint.open(reference), trust_remote_code) if reference else None
+    broken: list[Finding] = []
+    files = _attempt(broken, str(checkpoint), lambda: Checkpoint.open(checkpoint))
+    config = _attempt(broken, str(checkpoint / "config.json"), lambda: read_config(checkpoint))
+    model = _attempt(broken, str(checkpoint / "config.json"), lambda: empty_model(checkpoint, trust_remote_code)) if config else None
+    if files is None or config is None or model is None:
+        return Verification(checkpoint=str(checkpoint), findings=tuple(broken), tensors=len(files.specs) if files else 0)
+    modules = linear_modules(model, files.names)
+    stored = _attempt(broken, "quantization_config", lambda: read_schemes(config, files.specs, files.read, modules))
+    record = _attempt(broken, str(checkpoint / RECORD), lambda: read_record(checkpoint))
+    seen = _Seen(files, config, model, stored or {}, _Plan.of(record, broken), original)
+    broken += _check_names(seen)
+    if stored is not None:
+        broken += _check_plan(seen)
+    strange: list[Finding] = []
+    layers = [layer for weight in seen.stored.values() if (layer := _check_layer(seen, weight, broken, strange))]
+    for name in files.names:
+        layer = _check_tensor(seen, name, broken, strange)
+        layers += [layer] if layer else []
+    losses, notes = ([None, None], []) if broken else _losses(seen, text, trust_remote_code)
+    return Verification(
+        checkpoint=str(checkpoint),
+        findings=(*broken, *strange),
+        layers=tuple(layers),
+        loss=losses[0],
+        reference_loss=losses[1],
+        tensors=len(files.specs),
+        notes=tuple(notes),
+    )
+
+
+def _attempt(findings: list[Finding], place: str, action: Callable[[], T]) -> T | None:
+    try:
+        return action()
+    except UserError as error:
+        what, _, fix = str(error).partition("; ")
+        findings.append(Finding(place, what, fix))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The run record: which sites have which scheme, how many bytes each format takes, which blocks were not tuned."""
+
+    sites: Mapping[str, tuple[tuple[int, ...], Scheme | None]]
+    bytes: Mapping[str, int]
+    untuned: tuple[str, ...]
+
+    @staticmethod
+    def of(record: Mapping[str, Any] | None, findings: list[Finding]) -> "_Plan | None":
+        if record is None:
+            return None
+        try:
+            schemes = {site["name"]: Scheme.from_dict(site["scheme"]) if site["scheme"] else None for site in record["sites"]}
+            shapes = {site["name"]: tuple(site["shape"]) for site in record["sites"]}
+            sizes = {name: int(sizes["bytes"]) for name, sizes in record["formats"].items()}
+            untuned = [name for block in record["blocks"] if block["kept"] == "untuned" for name in block["blocks"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            findings.append(Finding(RECORD, f"is damaged: {error!r}", "delete it to go without, or quantize again"))
+            return None
+        return _Plan({name: (shapes[name], scheme) for name, scheme in schemes.items()}, sizes, tuple(untuned))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Everything that was opened."""
+
+    files: Checkpoint
+    config: Mapping[str, Any]
+    model: nn.Module
+    stored: Mapping[str, StoredWeight]
+    plan: _Plan | None
+    original: Skeleton | None
+
+    @property
+    def format(self) -> str:
+        return FORMATS.get(quant_method(self.config), "fake")
+
+    def site(self, name: str) -> Site | None:
+        """The original's site called `name`."""
+        return next((site for site in self.original.sites if site.name == name), None) if self.original else None
+
+    def rounded(self, tensor: str) -> tuple[Site, Scheme] | None:
+        """The original's site whose weight in a `fake` checkpoint is `tensor`, if the run quantized it."""
+        if self.original is None or self.plan is None or self.format != "fake":
+            return None
+        for site in self.original.sites:
+            scheme = self.plan.sites.get(site.name, ((), None))[1]
+            if scheme and site.checkpoint_name == tensor:
+                return site, scheme
+        return None
+
+
+def _check_names(seen: _Seen) -> Iterator[Finding]:
+    """Every tensor that the model class expects is there once, packed or plain, with its shape."""
+    specs, model = seen.files.specs, seen.model
+    packed = {name.rpartition(".")[0] for name in specs if name.rpartition(".")[2] in PACKED_LEAVES}
+    modules = linear_modules(model, specs)
+    for prefix in sorted(packed - modules.keys()):
+        yield Finding(prefix, f"is packed, but no linear layer of {type(model).__name__} has that name", "check config.json and the names")
+    if packed and not seen.config.get("quantization_config"):
+        yield Finding("config.json", "has no quantization_config, but there are packed tensors", "restore config.json, or quantize again")
+    tied: Mapping[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]
+    expected = model.state_dict()
+    known = {candidate for name in expected for candidate in tensor_candidates(name, model)}
+    unknown = [name for name in specs if name not in known and name.rpartition(".")[2] not in PACKED_LEAVES]
+    for name, like in expected.items():
+        there = [candidate for candidate in tensor_candidates(name, model) if candidate in specs]
+        codes = [candidate for candidate in tensor_candidates(name.removesuffix(".weight"), model) if candidate in packed]
+        if codes and there:
+            yield Finding(there[0], "is there twice, packed and as a plain weight", "quantize again; loaders may take the stale one")
+        elif len(there) + len(codes) > 1:
+            yield Finding(name, f"is there under several names: {', '.join(there or codes)}", DOWNLOAD)
+        elif not there and not codes and tied.get(name) not in expected:
+            yield Finding(name, f"is missing{nearest(name, unknown)}", DOWNLOAD)
+        for tensor in there:
+            if specs[tensor].shape != tuple(like.shape):
+                shapes = f"{list(specs[tensor].shape)}, but config.json makes it {list(like.shape)}"
+                yield Finding(tensor, f"has shape {shapes}", "restore config.json, or " + DOWNLOAD)
+            if like.is_floating_point() and specs[tensor].dtype.itemsize < 2:
+                yield Finding(tensor, f"is {specs[tensor].dtype}; float16, bfloat16 or float32 is needed", DOWNLOAD)
+    for name in seen.original.unknown_tensors if seen.original else ():
+        if name not in specs:
+            yield Finding(name, "is in the original and not here", DOWNLOAD)
+
+
+def _check_plan(seen: _Seen) -> Iterator[Finding]:
+    """Schemes and sizes are those of the run record."""
+    plan, path = seen.plan, seen.files.directory
+    if plan is None:
+        return
+    index = path / INDEX_FILE
+    size = sum(shard.size for shard in seen.files.shards) + (index.stat().st_size if index.exists() and len(seen.files.shards) > 1 else 0)
+    if seen.format not in plan.bytes:
+        yield Finding(RECORD, f"is of a run that wrote {', '.join(plan.bytes)}; this is {seen.format}", RESTORE)
+    elif size != plan.bytes[seen.format]:
+        yield Finding(str(path), f"has {size} bytes of tensors and headers, the record says {plan.bytes[seen.format]}", DOWNLOAD)
+    if seen.format == "fake":
+        return
+    for name in sorted(plan.sites.keys() | seen.stored.keys()):
+        shape, scheme = plan.sites.get(name, ((), None))
+        planned = EXPORTERS[seen.format].stored(scheme).weight if scheme else None
+        found = seen.stored[name].scheme if name in seen.stored else None
+        if planned != found:
+            labels = [label.label if label else "not quantized" for label in (found, planned)]
+            yield Finding(name, f"is {labels[0]} here, the record says {labels[1]}", RESTORE)
+        elif found is not None and seen.stored[name].shape != shape:
+            yield Finding(name, f"has shape {list(seen.stored[name].shape)}, the record says {list(shape)}", DOWNLOAD)
+
+
+def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], strange: list[Finding]) -> LayerError | None:
+    """Values of one packed weight, and its distance from the original."""
+    quantized = _attempt(broken, weight.name, lambda: weight.unpack(seen.files.read))
+    if quantized is None:
+        return None
+    scheme, before = weight.scheme, len(broken)
+    bad = int((~torch.isfinite(quantized.scale)).sum())
+    zero = int((quantized.scale == 0).sum())
+    if bad or zero:
+        broken.append(Finding(weight.name, f"{bad} scale(s) NaN or infinite, {zero} zero, of {quantized.scale.numel()}", DOWNLOAD))
+    highest, middle = 2**scheme.bits - 1, 2 ** (scheme.bits - 1)
+    off = int(((quantized.zero_point != middle) if scheme.symmetric else (quantized.zero_point > highest)).sum())
+    if off:
+        allowed = f"{middle} (symmetric)" if scheme.symmetric else f"0 to {highest}"
+        broken.append(Finding(weight.name, f"{off} of {quantized.zero_point.numel()} zero points are not {allowed}", DOWNLOAD))
+    if weight.prefix + ".weight_packed" in seen.files.specs:
+        broken += _check_padding(seen, weight)
+    site = seen.site(weight.name)
+    if seen.original is None or site is None or len(broken) > before:
+        return None
+    original = seen.original.checkpoint.read(site.checkpoint_name).float()
+    original = original.t().contiguous() if site.transposed else original
+    if original.shape != quantized.codes.shape:
+        strange.append(Finding(weight.name, f"has shape {list(weight.shape)}, the original {list(original.shape)}", "check --reference"))
+        return None
+    layer = layer_error(weight.name, scheme, quantized.dequantize(), original)
+    far = 0
+    if seen.format == "auto_round" or seen.plan is not None:
+        nearest = seen.plan is not None and any(f"{weight.name}.".startswith(f"{name}.") for name in seen.plan.untuned)
+        far = far_codes(quantized, original, nearest=nearest, exact=site.dtype == torch.bfloat16)
+    strange += _judge(layer, far)
+    return layer
+
+
+def _judge(layer: LayerError, far: int) -> Iterator[Finding]:
+    fix = "check that --reference is the original; " + DOWNLOAD
+    if not layer.relative_rmse <= layer.bound:
+        what = f"relative error {layer.relative_rmse:.3g}, {layer.scheme} allows {layer.bound:.3g}: damaged, or another layer's weights"
+        yield Finding(layer.name, what, fix)
+    elif far:
+        yield Finding(layer.name, f"{far} code(s) are not the original's weights rounded to their grid: damaged", fix)
+
+
+def _check_padding(seen: _Seen, weight: StoredWeight) -> Iterator[Finding]:
+    """Bits after the last code of a row of `weight_packed` and of a column of `weight_zero_point` are zero."""
+    for leaf, count, axis in (("weight_packed", weight.shape[1], 1), ("weight_zero_point", weight.shape[0], 0)):
+        name = f"{weight.prefix}.{leaf}"
+        if name not in seen.files.specs or seen.files.specs[name].dtype != torch.int32:
+            continue
+        words = seen.files.read(name).movedim(axis, -1)
+        used = count * weight.scheme.bits - (words.shape[-1] - 1) * 32
+        if 0 < used < 32 and bool((words[..., -1].to(torch.int64) & 0xFFFFFFFF).bitwise_right_shift_(used).any()):
+            yield Finding(name, "has bits set after its last code", DOWNLOAD)
+
+
+def _check_tensor(seen: _Seen, name: str, broken: list[Finding], strange: list[Finding]) -> LayerError | None:
+    """A tensor that is not packed: finite, and the original's own bytes, or within bounds of them if a `fake` run quantized it."""
+    if name.rpartition(".")[2] in PACKED_LEAVES:
+        return None
+    spec, differing, bad = seen.files.specs[name], 0, 0
+    rounded = seen.rounded(name)
+    theirs = _counterpart(seen, name, strange) if rounded is None else None
+    for start, stop in _pieces(spec.shape):
+        piece = _rows(seen.files, name, start, stop)
+        bad += int((~torch.isfinite(piece)).sum()) if piece.is_floating_point() else 0
+        if theirs is not None and seen.original is not None:
+            there = _rows(seen.original.checkpoint, theirs, start, stop).to(spec.dtype)
+            differing += int((piece.view(torch.uint8) != there.view(torch.uint8)).sum())
+    if bad:
+        broken.append(Finding(name, f"{bad} value(s) NaN or infinite", DOWNLOAD))
+    elif differing:
+        strange.append(Finding(name, f"is not quantized, and {differing} bytes differ from the original's", DOWNLOAD))
+    elif rounded is not None and seen.original is not None:
+        site, scheme = rounded
+        found, original = (part.read(name).float() for part in (seen.files, seen.original.checkpoint))
+        if found.shape == original.shape:
+            turned = (found.t(), original.t()) if site.transposed else (found, original)
+            layer = layer_error(site.name, scheme.weight, *turned)
+            strange += _judge(layer, 0)
+            return layer
+    return None
+
+
+def _counterpart(seen: _Seen, name: str, strange: list[Finding]) -> str | None:
+    """The original's tensor that `name` should equal."""
+    if seen.original is None:
+        return None
+    spec, specs = seen.files.specs[name], seen.original.checkpoint.specs
+    theirs = next((key for key in tensor_candidates(name, seen.model) if key in specs), None)
+    if theirs is None:
+        strange.append(Finding(name, "is not in the original", "check --reference; " + DOWNLOAD))
+    elif specs[theirs].shape != spec.shape or (specs[theirs].dtype != spec.dtype and seen.plan is not None):
+        kinds = f"{spec.dtype} {list(spec.shape)}, the original {specs[theirs].dtype} {list(specs[theirs].shape)}"
+        strange.append(Finding(name, f"is {kinds}", "check --reference; " + DOWNLOAD))
+        return None
+    return theirs
+
+
+def _rows(files: Checkpoint, name: str, start: int, stop: int) -> Tensor:
+    return files.read_rows(name, start, stop) if files.specs[name].shape else files.read(name).reshape(1)
+
+
+def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Row ranges of a tensor that are read at once."""
+    rows = shape[0] if shape else 1
+    step = max(1, PIECE // max(1, math.prod(shape[1:])))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _losses(seen: _Seen, text: str | None, trust_remote_code: bool) -> tuple[list[float | None], list[str]]:
+    """Loss of the checkpoint and of the original on the beginning of `text`, and notes."""
+    tokenizer = load_tokenizer(seen.files.directory, trust_remote_code)
+    content = evaluation_text().read_text(encoding="utf-8")[: 16 * LOSS_TOKENS] if text is None else text
+    config: transformers.PretrainedConfig = seen.model.config  # type: ignore[assignment]
+    try:
+        if tokenizer is None:
+            raise UserError(f"{seen.files.directory} has no tokenizer that can be loaded")
+        tokens, _ = text_rows(content, "for the loss", tokenizer, min(LOSS_TOKENS, max_length(config) or LOSS_TOKENS), 1)
+        if int(tokens.max()) >= config.get_text_config().vocab_size:
+            raise UserError(f"the tokenizer in {seen.files.directory} gives tokens that the model does not have")
+        files = unpacked_checkpoint(seen.files, seen.model, seen.stored) if seen.stored else seen.files
+        loss = streamed_loss(skeleton_of(seen.model, files), tokens)
+        return [loss, streamed_loss(seen.original, tokens) if seen.original else None], []
+    except UserError as error:
+        return [None, None], [f"no loss was computed: {error}"]

@@ -1,0 +1,358 @@
+"""The whole job on small models: same bytes twice, interrupted anywhere, every flag has an effect, wrong input is refused in time."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import ARCHITECTURES, save_model
+
+import evenround
+from evenround import UserError, quantize
+from evenround.checkpoint import CheckpointWriter
+from evenround.manifest import Manifest
+from evenround.pipeline import Silent
+
+TOKENS = torch.randint(3, 128, (6, 16), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    save_model(ARCHITECTURES["llama_tied"], folder, torch.bfloat16, max_shard_size="60KB")
+    (folder / "generation_config.json").write_text('{"bos_token_id": 1}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def run(source: Path, folder: Path, **changes: object) -> dict[str, object]:
+    arguments: dict[str, object] = {
+        "scheme": "W4A16G32", "iters": 2, "nsamples": 6, "seqlen": 16, "batch_size": 2, "dataset": TOKENS, "format": "auto_round",
+        "compute_dtype": "float32",
+    }  # fmt: skip
+    return quantize(source, folder, **{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Digest of each file; of the record without what was measured."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            if path.name == "evenround.json":
+                record = json.loads(data)
+                del record["totals"]
+                for block in record["blocks"]:
+                    del block["seconds"], block["peak_bytes"]
+                data = json.dumps(record).encode()
+            digests[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def test_twice_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "one")
+    run(source, tmp_path / "two")
+    first = contents(tmp_path / "one")
+    assert first == contents(tmp_path / "two")
+    assert {"config.json", "evenround.json", "generation_config.json", "chat_template.jinja", "model.safetensors"} == set(first)
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("place", ["write", "commit", "replace", "unlink"])
+def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    settings = {"max_shard_size": "40KB"}
+    run(source, tmp_path / "whole", **settings)
+    expected = contents(tmp_path / "whole")
+    owner, name = {"write": (CheckpointWriter, "write"), "commit": (Manifest, "commit"), "replace": (os, "replace"), "unlink": (Path, "unlink")}[place]
+    original = getattr(owner, name)
+    interruptions = 0
+    for at in range(0, 400, 1 if place == "commit" else 4):
+        folder, calls = tmp_path / f"{place}{at}", 0
+
+        def counting(*args: object, **kwargs: object) -> object:
+            nonlocal calls
+            if calls == at:
+                raise Stop
+            calls += 1
+            return original(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, counting)
+            try:
+                run(source, folder, **settings)
+            except Stop:
+                interruptions += 1
+            else:
+                break
+        run(source, folder, **settings)
+        assert contents(folder) == expected, f"interrupted at {place} number {at}"
+    assert interruptions >= 2
+
+
+@pytest.mark.slow
+def test_killed_ten_times_it_goes_on_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"tokens": TOKENS}, tmp_path / "tokens.safetensors")
+    program = (
+        "import sys, safetensors.torch; from evenround import quantize;"
+        "quantize(sys.argv[1], sys.argv[2], scheme='W4A16G32', iters=40, nsamples=6, seqlen=16, batch_size=2,"
+        "dataset=safetensors.torch.load_file(sys.argv[3])['tokens'], format=['auto_round', 'llm_compressor'], compute_dtype='float32')"
+    )
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": str(Path(evenround.__file__).parents[1])}
+        return subprocess.Popen([sys.executable, "-c", program, source, folder, tmp_path / "tokens.safetensors"], env=environment)
+
+    begun = time.monotonic()
+    assert start(tmp_path / "whole").wait() == 0
+    duration = time.monotonic() - begun
+    expected, dice, kills = contents(tmp_path / "whole"), random.Random(0), 0
+    folder = tmp_path / "killed"
+    while kills < 10:
+        process = start(folder)
+        try:
+            process.wait(timeout=dice.uniform(0.4, 1.0) * duration)
+            assert process.returncode == 0
+            folder = tmp_path / f"killed{kills}"  # it ended before the blow: go on killing in a new place
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert start(folder).wait() == 0
+    assert contents(folder) == expected
+
+
+def test_a_finished_run_is_not_repeated(source: Path, tmp_path: Path) -> None:
+    first = run(source, tmp_path)
+    stamp = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    assert run(source, tmp_path) == first
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_other_settings_are_refused_naming_the_difference(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path)
+    with pytest.raises(UserError, match=r"tune\.iters was 2, is 3.*--overwrite"):
+        run(source, tmp_path, iters=3)
+    run(source, tmp_path, iters=3, overwrite=True)
+    with pytest.raises(UserError, match=r"tune\.iters was 3, is 2"):
+        run(source, tmp_path)
+
+
+def test_other_settings_are_refused_in_the_middle_too(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopping(Silent):
+        def group_done(self, *args: object) -> None:  # type: ignore[override]
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(source, tmp_path, progress=Stopping())
+    assert not (tmp_path / "config.json").exists() and not list(tmp_path.glob("*.safetensors"))
+    for change, message in (({"seed": 1}, "tune.seed was 42, is 1"), ({"scheme": "W3A16G32"}, r"schemes\.model.*bits was 4, is 3"), ({"dataset": TOKENS.flip(0)}, "data.sha256 was")):
+        with pytest.raises(UserError, match=message):
+            run(source, tmp_path, **change)
+    run(source, tmp_path)
+    assert not (tmp_path / ".evenround").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scheme": "W3A16G32"},
+        {"bits": 5},
+        {"group_size": 16},
+        {"sym": False},
+        {"layer_config": {"mlp.down_proj": {"bits": 8}}},
+        {"ignore_layers": "v_proj"},
+        {"quant_lm_head": True},
+        {"iters": 3},
+        {"nsamples": 4},
+        {"seqlen": 12},
+        {"batch_size": 3},
+        {"gradient_accumulate_steps": 2},
+        {"lr": 0.01},
+        {"minmax_lr": 0.01},
+        {"momentum": 0.9},
+        {"enable_minmax_tuning": False},
+        {"not_use_best_mse": True},
+        {"enable_quanted_input": False},
+        {"nblocks": 2},
+        {"dataset": TOKENS.flip(0)},
+        {"seed": 7},
+        {"compute_dtype": "bfloat16"},
+        {"max_shard_size": "40KB"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_argument_changes_the_checkpoint(source: Path, tmp_path: Path, baseline: dict[str, str], change: dict[str, object]) -> None:
+    run(source, tmp_path, **{"iters": 6, **change})
+    names = [name for name in contents(tmp_path) if name.endswith(".safetensors")]
+    assert {name: contents(tmp_path)[name] for name in names} != {name: baseline.get(name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def baseline(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("baseline")
+    run(source, folder, iters=6)
+    return contents(folder)
+
+
+def test_each_format_gets_a_folder(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path, format="auto_round,llm_compressor,fake")
+    assert {path.name for path in tmp_path.iterdir()} == {"auto_round", "llm_compressor", "fake"}
+    for name in ("auto_round", "llm_compressor", "fake"):
+        assert (tmp_path / name / "config.json").is_file() and (tmp_path / name / "evenround.json").is_file()
+    sizes = record["formats"]
+    assert isinstance(sizes, dict) and sizes["fake"]["bits_per_weight"] == 16
+    single = tmp_path.parent / "single"
+    run(source, single, format="llm_compressor")
+    assert contents(single)["model.safetensors"] == contents(tmp_path / "llm_compressor")["model.safetensors"]
+
+
+def test_unquantized_tensors_are_the_sources_own_bytes(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path)
+    made = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    original: dict[str, torch.Tensor] = {}
+    for path in source.glob("*.safetensors"):
+        original.update(safetensors.torch.load_file(path))
+    kept = {name for name in original if "proj" not in name}
+    assert kept <= set(made) and all(torch.equal(made[name], original[name]) for name in kept)
+    assert all(made[name].dtype == torch.bfloat16 for name in kept)
+    assert not any(name.endswith("proj.weight") for name in made)
+    assert "lm_head.weight" not in made  # tied stays tied
+
+
+def test_tensors_that_the_class_does_not_know_are_copied(source: Path, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path / "source")
+    state = safetensors.torch.load_file(tmp_path / "source" / "model.safetensors")
+    state["model.mtp.0.weight"] = torch.arange(6, dtype=torch.int64)
+    safetensors.torch.save_file(state, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    run(tmp_path / "source", tmp_path / "made", iters=0)
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "made" / "model.safetensors")["model.mtp.0.weight"], state["model.mtp.0.weight"])
+
+
+def test_a_quantized_tied_head_is_untied(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path, quant_lm_head=True, format="auto_round,fake")
+    config = json.loads((tmp_path / "fake" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    made = safetensors.torch.load_file(tmp_path / "fake" / "model.safetensors")
+    original = safetensors.torch.load_file(next(path for path in source.glob("*.safetensors") if b"embed_tokens" in path.read_bytes()))
+    assert torch.equal(made["model.embed_tokens.weight"], original["model.embed_tokens.weight"])
+    assert not torch.equal(made["lm_head.weight"], made["model.embed_tokens.weight"])
+    blocks = record["blocks"]
+    assert isinstance(blocks, list) and blocks[-1]["blocks"] == ["lm_head"] and blocks[-1]["rtn_loss"] > 0
+
+
+def test_gpt2_is_quantized_transposed(tmp_path: Path) -> None:
+    model = save_model(ARCHITECTURES["gpt2"], tmp_path / "source")
+    run(tmp_path / "source", tmp_path / "made", format="fake")
+    made = safetensors.torch.load_file(tmp_path / "made" / "model.safetensors")
+    weight, before = made["transformer.h.0.mlp.c_fc.weight"], model.get_parameter("transformer.h.0.mlp.c_fc.weight")
+    assert weight.shape == before.shape == (64, 256)
+    assert (weight.T.reshape(-1, 32).unique(dim=0).shape[0] > 1) and all(len(row.unique()) <= 16 for row in weight.T.reshape(-1, 32)[:50])
+
+
+def test_a_ragged_group_only_for_fake(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"group_size 48 .* does not divide the width 64 of model\.layers\.0\.self_attn\.q_proj; groups that would: 16, 32, 64"):
+        run(source, tmp_path, group_size=48)
+    assert not (tmp_path / ".evenround").exists()
+    run(source, tmp_path / "fake", group_size=48, format="fake")
+
+
+def test_zero_iterations_need_no_text(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path, iters=0, dataset="no/such/file.txt")
+    blocks = record["blocks"]
+    assert isinstance(blocks, list) and [block["kept"] for block in blocks] == ["untuned"] * 3 and blocks[0]["rtn_loss"] is None
+
+
+def test_a_block_left_in_floating_point_is_passed_through(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path, ignore_layers=r"re:model\.layers\.1\.")
+    blocks = record["blocks"]
+    assert isinstance(blocks, list) and [block["kept"] for block in blocks][1] == "float"
+    assert "model.layers.1.mlp.up_proj.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")
+
+
+def test_the_source_is_never_the_output(source: Path) -> None:
+    with pytest.raises(UserError, match="is the model itself"):
+        run(source, source, overwrite=True)
+
+
+def test_a_foreign_checkpoint_is_not_overwritten(source: Path, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="holds a checkpoint that this run did not write"):
+        run(source, tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_an_output_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        run(source, tmp_path / "file" / "sub")
+
+
+def test_a_full_disk_loses_nothing_that_is_finished(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tmp_path / "whole"
+    run(source, whole)
+    calls = 0
+    save = safetensors.torch.save_file
+
+    def full(tensors: object, path: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OSError(28, "No space left on device")
+        save(tensors, path)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", full)
+        with pytest.raises(UserError, match="No space left on device.*free some space and run the same command again"):
+            run(source, tmp_path / "made")
+    assert not (tmp_path / "made" / "config.json").exists()
+    run(source, tmp_path / "made")
+    assert contents(tmp_path / "made") == contents(whole)
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/no/such/place", "nowhere"])
+def test_a_path_that_is_not_there(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a directory; give a transformers model directory or a hub id"):
+        quantize(model, tmp_path)
+
+
+def test_integer_weights_are_refused(source: Path, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path / "source")
+    state = safetensors.torch.load_file(tmp_path / "source" / "model.safetensors")
+    state = {name: value.to(torch.float8_e4m3fn) if "proj" in name else value for name, value in state.items()}
+    safetensors.torch.save_file(state, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="float8_e4m3fn cannot be quantized; convert"):
+        run(tmp_path / "source", tmp_path / "made")
+
+
+def test_no_tokenizer_needs_token_ids(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no tokenizer that can be loaded"):
+        run(source, tmp_path, dataset="demo")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_source_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path / "source", dtype)
+    run(tmp_path / "source", tmp_path / "made", format="fake", compute_dtype="auto")
+    made = safetensors.torch.load_file(tmp_path / "made" / "model.safetensors")
+    assert {value.dtype for value in made.values()} == {dtype}
+
+
+def test_padded_samples(source: Path, tmp_path: Path) -> None:
+    ragged = [row[: 16 - 2 * number] for number, row in enumerate(TOKENS)]
+    record = run(source, tmp_path, dataset=ragged)
+    blocks = record["blocks"]
+    assert isinstance(blocks, list) and all(block["rtn_loss"] > 0 for block in blocks)

@@ -1,0 +1,378 @@
+"""Whole checkpoints pass; every kind of damage is found and named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import ARCHITECTURES, save_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenround import UserError, quantize
+from evenround.checkpoint import Checkpoint
+from evenround.distance import far_codes, layer_error
+from evenround.numerics.integer import quantize as round_weight
+from evenround.scheme import WeightScheme
+from evenround.verify import Verification, verify
+
+FORMATS = ("auto_round", "llm_compressor", "fake")
+Q = "model.layers.1.self_attn.q_proj"
+TOKENS = torch.randint(3, 128, (4, 16), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    save_model(ARCHITECTURES["llama_tied"], folder, torch.bfloat16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in all formats, several shards each, rounded to nearest."""
+    folder = tmp_path_factory.mktemp("whole")
+    make(source, folder, format=",".join(FORMATS), max_shard_size="60KB")
+    return folder
+
+
+def make(source: Path, folder: Path, **changes: Any) -> dict[str, object]:
+    return quantize(source, folder, **{"scheme": "W4A16G32", "iters": 0, "device_map": "cpu", **changes})
+
+
+@pytest.fixture(params=FORMATS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of one format's checkpoint to damage."""
+    return lambda form: shutil.copytree(whole / form, tmp_path / form)
+
+
+def overwrite(folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Change a tensor's bytes in place."""
+    files = Checkpoint.open(folder)
+    tensor = files.read(name)
+    changed = change(tensor)
+    tensor = tensor if changed is None else changed
+    with (files.homes[name].path).open("r+b") as file:
+        file.seek(files.homes[name].tensors[name][1])
+        file.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Write the whole checkpoint anew, as one file, after a change of its tensors."""
+    files = Checkpoint.open(folder)
+    tensors = {name: files.read(name) for name in files.names}
+    change(tensors)
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        path.unlink()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def said(result: Verification) -> str:
+    return "\n".join(f"{finding.place}: {finding.what} ({finding.fix})" for finding in result.findings)
+
+
+def codes_of(form: str, name: str = Q) -> str:
+    return f"{name}.{'qweight' if form == 'auto_round' else 'weight_packed'}"
+
+
+def scales_of(form: str, name: str = Q) -> str:
+    return f"{name}.{'scales' if form == 'auto_round' else 'weight_scale'}"
+
+
+def test_whole_checkpoints_pass(whole: Path, source: Path, form: str) -> None:
+    alone, against = verify(whole / form), verify(whole / form, source)
+    assert alone.ok and against.ok, said(alone) + said(against)
+    assert not alone.layers and len(against.layers) == 21
+    assert all(0 < layer.relative_rmse < 0.6 * layer.bound for layer in against.layers)
+    assert alone.loss is None and "no tokenizer" in alone.notes[0]
+    assert json.loads(json.dumps(against.to_dict()))["ok"] is True
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bits": 2, "sym": False},
+        {"bits": 3, "group_size": -1, "sym": False},
+        {"bits": 3, "group_size": 0},
+        {"bits": 5, "group_size": 0, "sym": False},
+        {"bits": 8, "group_size": 16},
+        {"iters": 3, "dataset": TOKENS, "seqlen": 16, "nsamples": 4, "batch_size": 2, "lr": 0.2, "bits": 2},
+        {"quant_lm_head": True, "layer_config": '{"down_proj": {"bits": 8, "sym": false}}', "ignore_layers": "layers.0"},
+    ],
+    ids=str,
+)
+def test_schemes_pass(source: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    make(source, tmp_path, format="auto_round,llm_compressor", **changes)
+    for form in FORMATS[:2]:
+        result = verify(tmp_path / form, source)
+        assert result.ok and result.layers, said(result)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "opt", "phi"])
+def test_architectures_pass(tmp_path: Path, name: str) -> None:
+    save_model(ARCHITECTURES[name], tmp_path / "source", torch.float16)
+    make(tmp_path / "source", tmp_path / "out", format="auto_round,fake")
+    for form in ("auto_round", "fake"):
+        result = verify(tmp_path / "out" / form, tmp_path / "source")
+        assert result.ok and result.layers, said(result)
+
+
+def test_loss_of_the_shipped_model(tiny: Path, tmp_path: Path) -> None:
+    make(tiny, tmp_path, scheme="W4A16", layer_config={"layers.[12]": {"bits": 16}}, format="llm_compressor")
+    result = verify(tmp_path, tiny)
+    assert result.ok and result.loss is not None and result.reference_loss is not None
+    assert 3 < result.reference_loss < 6 and abs(result.loss - result.reference_loss) < 0.02
+    short = verify(tmp_path, text="Call me Ishmael. Some years ago, never mind how long precisely.")
+    assert short.loss is not None and short.reference_loss is None and short.loss != result.loss
+
+
+@pytest.mark.parametrize("form", FORMATS[:2])
+def test_scales(copy: Callable[[str], Path], form: str) -> None:
+    folder = copy(form)
+    overwrite(folder, scales_of(form), lambda scale: scale.view(-1)[3:4].fill_(float("nan")) and None)
+    overwrite(folder, scales_of(form, "model.layers.2.mlp.up_proj"), lambda scale: scale.mul_(0))
+    text = said(verify(folder))
+    assert f"{Q}: 1 scale(s) NaN or infinite, 0 zero, of 128" in text and "up_proj: 0 scale(s) NaN or infinite, 192 zero" in text
+
+
+@pytest.mark.parametrize("form", FORMATS[:2])
+def test_a_flipped_bit_in_the_codes(copy: Callable[[str], Path], source: Path, form: str) -> None:
+    folder = copy(form)
+    overwrite(folder, codes_of(form), lambda words: words.view(-1)[5:6].bitwise_xor_(1 << 9) and None)
+    assert verify(folder).ok, "it cannot be known without the original"
+    assert said(verify(folder, source)).startswith(f"{Q}: 1 code(s) are not the original's weights rounded to their grid")
+
+
+def test_a_flipped_byte_in_tuned_codes(source: Path, tmp_path: Path) -> None:
+    make(source, tmp_path, iters=2, dataset=TOKENS, seqlen=16, nsamples=4, batch_size=2)
+    overwrite(tmp_path, codes_of("auto_round"), lambda words: words.view(-1)[5:6].bitwise_xor_(0xFF00) and None)
+    assert "code(s) are not the original's weights" in said(verify(tmp_path, source))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_layers_changed_places(copy: Callable[[str], Path], source: Path, form: str) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.0.self_attn.q_proj.")]:
+            other = name.replace("layers.0", "layers.1")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+    folder = copy(form)
+    rewrite(folder, change)
+    (folder / "evenround.json").unlink() if form != "fake" else None
+    assert verify(folder).ok or form == "fake"
+    found = [finding for finding in verify(folder, source).findings if "another layer's weights" in finding.what]
+    assert [finding.place for finding in found] == ["model.layers.0.self_attn.q_proj", Q]
+
+
+def test_codes_of_methods_that_move_weights(copy: Callable[[str], Path], source: Path) -> None:
+    folder = copy("llm_compressor")
+    (folder / "evenround.json").unlink()
+    overwrite(folder, codes_of("llm_compressor"), lambda words: words.view(-1)[5:6].bitwise_xor_(1 << 9) and None)
+    assert verify(folder, source).ok, "codes of unknown origin are judged by their layer's error only"
+
+
+def test_unquantized_tensors(copy: Callable[[str], Path], source: Path, form: str) -> None:
+    folder = copy(form)
+    overwrite(folder, "model.embed_tokens.weight", lambda weight: weight[7].neg_() and None if False else weight.index_fill(0, torch.tensor([7]), 1))
+    overwrite(folder, "model.norm.weight", lambda weight: weight.index_fill(0, torch.tensor([1, 2]), float("nan")))
+    text = said(verify(folder, source))
+    assert "model.embed_tokens.weight: is not quantized, and 1" in text and "bytes differ from the original's" in text
+    assert "model.norm.weight: 2 value(s) NaN or infinite" in text
+
+
+def test_fake_weights(copy: Callable[[str], Path], source: Path) -> None:
+    folder = copy("fake")
+    overwrite(folder, f"{Q}.weight", lambda weight: weight * 2)
+    assert f"{Q}: relative error" in said(verify(folder, source)) and verify(folder).ok
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_files(copy: Callable[[str], Path], form: str) -> None:
+    folder = copy(form)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-10])
+    assert f"{shard} is cut short" in said(verify(folder))
+    shard.unlink()
+    assert f"{shard} is missing" in said(verify(folder))
+    shard.write_bytes(data)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config[:-5])
+    assert "config.json: its JSON cannot be read" in said(verify(folder))
+    (folder / "config.json").unlink()
+    assert "config.json cannot be read: No such file" in said(verify(folder))
+    assert "does not exist" in said(verify(folder / "nothing"))
+    (folder / "config.json").write_text(config.replace('"llama"', '"lama"'))
+    assert "config.json cannot be used" in said(verify(folder))
+
+
+def test_names(copy: Callable[[str], Path], source: Path, form: str) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.input_layernorm.weigth"] = tensors.pop("model.layers.0.input_layernorm.weight")
+        if form != "fake":
+            tensors[f"{scales_of(form)}x"] = tensors.pop(scales_of(form))
+
+    folder = copy(form)
+    rewrite(folder, rename)
+    text = said(verify(folder))
+    assert "model.layers.0.input_layernorm.weight: is missing; did you mean 'model.layers.0.input_layernorm.weigth'?" in text
+    assert form == "fake" or f"the checkpoint has no {scales_of(form)}" in text
+    assert "input_layernorm.weigth: is not in the original" in said(verify(folder, source))
+
+
+@pytest.mark.parametrize("form", FORMATS[:2])
+def test_a_weight_packed_and_plain(copy: Callable[[str], Path], form: str) -> None:
+    folder = copy(form)
+    rewrite(folder, lambda tensors: tensors.update({f"{Q}.weight": torch.zeros(64, 64)}))
+    text = said(verify(folder))
+    assert f"{Q}.weight: is there twice, packed and as a plain weight" in text
+    assert "bytes of tensors and headers, the record says" in text
+
+
+def test_twice_under_two_names(copy: Callable[[str], Path], form: str) -> None:
+    folder = copy(form)
+    rewrite(folder, lambda tensors: tensors.update({"norm.weight": tensors["model.norm.weight"].clone()}))
+    assert "model.norm.weight: is there under several names: model.norm.weight, norm.weight" in said(verify(folder))
+
+
+@pytest.mark.parametrize("form", FORMATS[:2])
+def test_packed_weights_of_no_layer(copy: Callable[[str], Path], form: str) -> None:
+    folder = copy(form)
+    rewrite(folder, lambda tensors: tensors.update({scales_of(form, "model.layers.7.mlp.gate_proj"): torch.zeros(1)}))
+    assert "model.layers.7.mlp.gate_proj: is packed, but no linear layer of LlamaForCausalLM has that name" in said(verify(folder))
+    edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+    text = said(verify(folder))
+    assert "config.json: has no quantization_config, but there are packed tensors" in text
+
+
+def test_kinds_of_tensors(copy: Callable[[str], Path], source: Path, form: str) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"] = torch.ones(65)
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.uint8)
+
+    folder = copy(form)
+    rewrite(folder, change)
+    text = said(verify(folder, source))
+    assert "model.norm.weight: has shape [65], but config.json makes it [64]" in text
+    assert "model.norm.weight: is torch.float32 [65], the original torch.bfloat16 [64]" in text
+    assert "model.embed_tokens.weight: is torch.uint8; float16, bfloat16 or float32 is needed" in text
+
+
+def test_config_against_tensors(copy: Callable[[str], Path]) -> None:
+    folder = copy("auto_round")
+    edit_json(folder / "config.json", lambda config: config["quantization_config"].update(group_size=16))
+    assert "quantization_config" in said(verify(folder)) and "scales has shape [2, " in said(verify(folder))
+    folder = copy("llm_compressor")
+    weights: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"]  # noqa: E731
+    edit_json(folder / "config.json", lambda config: weights(config).update(num_bits=8))
+    assert "weight_packed has shape" in said(verify(folder))
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
+    assert "quant_method 'gptq' in config.json cannot be read" in said(verify(folder))
+
+
+def test_zero_points(copy: Callable[[str], Path], source: Path, tmp_path: Path) -> None:
+    folder = copy("auto_round")
+    overwrite(folder, f"{Q}.qzeros", lambda words: words.view(-1)[:1].bitwise_xor_(1) and None)
+    assert f"{Q}: 1 of 128 zero points are not 8 (symmetric)" in said(verify(folder))
+    make(source, tmp_path / "asym", scheme="W4A16", group_size=0, sym=False, format="llm_compressor")
+    overwrite(tmp_path / "asym", f"{Q}.weight_zero_point", lambda zero: zero.fill_(60))
+    assert f"{Q}: 1 of 1 zero points are not 0 to 15" in said(verify(tmp_path / "asym"))
+
+
+def test_padding_bits(tmp_path: Path) -> None:
+    config = type(ARCHITECTURES["llama_tied"])(**{**ARCHITECTURES["llama_tied"].to_dict(), "intermediate_size": 80})
+    save_model(config, tmp_path / "source", torch.bfloat16)
+    make(tmp_path / "source", tmp_path / "out", bits=3, group_size=16, sym=False, format="llm_compressor")
+    assert verify(tmp_path / "out", tmp_path / "source").ok
+    for leaf, layer in (("weight_packed", "down_proj"), ("weight_zero_point", "up_proj")):
+        last = -1 if leaf == "weight_packed" else slice(None)
+        overwrite(tmp_path / "out", f"model.layers.0.mlp.{layer}.{leaf}", lambda words, last=last: words[-1:, last].bitwise_or_(-(2**31)) and None)
+        assert f"{layer}.{leaf}: has bits set after its last code" in said(verify(tmp_path / "out"))
+
+
+def test_record(copy: Callable[[str], Path]) -> None:
+    folder = copy("llm_compressor")
+    record = folder / "evenround.json"
+    whole = record.read_text()
+    edit_json(record, lambda values: values["sites"][0]["scheme"].update(bits=3))
+    assert "layers.0.self_attn.q_proj: is W4 g32 sym here, the record says W3 g32 sym" in said(verify(folder))
+    edit_json(record, lambda values: values["sites"][0].update(scheme=None))
+    assert "is W4 g32 sym here, the record says not quantized" in said(verify(folder))
+    record.write_text(whole)
+    edit_json(record, lambda values: values["sites"][0].update(shape=[64, 32]))
+    assert "has shape [64, 64], the record says [64, 32]" in said(verify(folder))
+    record.write_text(whole)
+    edit_json(record, lambda values: values["formats"].pop("llm_compressor"))
+    assert "is of a run that wrote auto_round, fake; this is llm_compressor" in said(verify(folder))
+    edit_json(record, lambda values: values.pop("formats"))
+    assert "evenround.json: is damaged: KeyError('formats')" in said(verify(folder))
+    record.write_text("{")
+    assert "evenround.json is damaged" in said(verify(folder))
+
+
+def test_lost_tensors(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path / "source", torch.bfloat16)
+    rewrite(tmp_path / "source", lambda tensors: tensors.update({"extra.table": torch.ones(3)}))
+    make(tmp_path / "source", tmp_path / "out")
+    assert verify(tmp_path / "out", tmp_path / "source").ok
+    rewrite(tmp_path / "out", lambda tensors: tensors.pop("extra.table") is None)
+    assert "extra.table: is in the original and not here" in said(verify(tmp_path / "out", tmp_path / "source"))
+
+
+def test_a_reference_that_cannot_be_used(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is quantized already"):
+        verify(whole / "auto_round", whole / "llm_compressor")
+    with pytest.raises(UserError, match="does not exist"):
+        verify(whole / "auto_round", tmp_path / "nothing")
+    config = type(ARCHITECTURES["llama_tied"])(**{**ARCHITECTURES["llama_tied"].to_dict(), "intermediate_size": 128})
+    save_model(config, tmp_path, torch.bfloat16)
+    assert "has shape [96, 64], the original [128, 64] (check --reference)" in said(verify(whole / "auto_round", tmp_path))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.integers(2, 8),
+    group=st.sampled_from([-1, 0, 16, 32]),
+    symmetric=st.booleans(),
+    clip=st.floats(0.6, 1.0),
+    seed=st.integers(0, 2**32),
+    scale=st.floats(1e-3, 1e3),
+)
+def test_every_rounding_is_within_the_bounds(bits: int, group: int, symmetric: bool, clip: float, seed: int, scale: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    scheme = WeightScheme(bits=bits, group_size=group, symmetric=symmetric)
+    weight = torch.randn(24, 64, generator=random) * scale
+    rows = 1 if group == 0 else 24 * 64 // (64 if group == -1 else group)
+    offset = torch.rand(rows, 24 * 64 // rows, generator=random) - 0.5
+    tuned, plain = round_weight(weight, scheme, offset, clip, 1.0), round_weight(weight, scheme)
+    assert far_codes(tuned, weight, nearest=False, exact=True) == 0
+    assert far_codes(plain, weight, nearest=True, exact=True) == 0
+    error = layer_error("layer", scheme, plain.dequantize(), weight)
+    assert error.relative_rmse <= 0.6 * error.bound or error.bound == 1.1
+    assert error.relative_rmse <= error.bound
+    other = round_weight(torch.randn(24, 64, generator=random) * scale, scheme)
+    swapped = layer_error("layer", scheme, other.dequantize(), weight)
+    assert swapped.relative_rmse > swapped.bound or bits == 2
+
+
+def test_a_layer_of_zeros() -> None:
+    scheme = WeightScheme(bits=4, group_size=16)
+    zeros = torch.zeros(16, 32)
+    assert layer_error("layer", scheme, round_weight(zeros, scheme).dequantize(), zeros).relative_rmse == 0
+    assert layer_error("layer", scheme, torch.ones(16, 32), zeros).relative_rmse > 1
