@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from reference import Array, quantize_by_loops, ranges, straight_through
 from torch import Tensor
 
 from evenround.numerics import integer
 from evenround.numerics.integer import IntegerQDQ, QuantizedWeight, from_groups, group_range, quantize, to_groups
 from evenround.scheme import WeightScheme
+from reference import Array, quantize_by_loops, ranges, straight_through
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -84,9 +84,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "few values": lambda weight: weight.clamp(-2, 2).round() * 0.37,
 }
 
-schemes = st.builds(
-    WeightScheme, bits=st.integers(2, 8), group_size=st.sampled_from([16, 16, 24, 32, 128, -1, 0]), symmetric=st.booleans()
-)
+schemes = st.builds(WeightScheme, bits=st.integers(2, 8), group_size=st.sampled_from([16, 16, 24, 32, 128, -1, 0]), symmetric=st.booleans())
 
 
 def cases_of(*kinds: str) -> st.SearchStrategy[Case]:

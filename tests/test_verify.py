@@ -56,13 +56,12 @@ def copy(whole: Path, tmp_path: Path) -> Callable[[str], Path]:
     return lambda form: shutil.copytree(whole / form, tmp_path / form)
 
 
-def overwrite(folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
-    """Change a tensor's bytes in place."""
+def overwrite(folder: Path, name: str, change: Callable[[Tensor], object]) -> None:
+    """Change a tensor in its file; `change` works in place."""
     files = Checkpoint.open(folder)
     tensor = files.read(name)
-    changed = change(tensor)
-    tensor = tensor if changed is None else changed
-    with (files.homes[name].path).open("r+b") as file:
+    change(tensor)
+    with files.homes[name].path.open("r+b") as file:
         file.seek(files.homes[name].tensors[name][1])
         file.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
@@ -112,7 +111,6 @@ def test_whole_checkpoints_pass(whole: Path, source: Path, form: str) -> None:
         {"bits": 3, "group_size": 0},
         {"bits": 5, "group_size": 0, "sym": False},
         {"bits": 8, "group_size": 16},
-        {"iters": 3, "dataset": TOKENS, "seqlen": 16, "nsamples": 4, "batch_size": 2, "lr": 0.2, "bits": 2},
         {"quant_lm_head": True, "layer_config": '{"down_proj": {"bits": 8, "sym": false}}', "ignore_layers": "layers.0"},
     ],
     ids=str,
@@ -145,7 +143,7 @@ def test_loss_of_the_shipped_model(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS[:2])
 def test_scales(copy: Callable[[str], Path], form: str) -> None:
     folder = copy(form)
-    overwrite(folder, scales_of(form), lambda scale: scale.view(-1)[3:4].fill_(float("nan")) and None)
+    overwrite(folder, scales_of(form), lambda scale: scale.view(-1)[3].fill_(float("nan")))
     overwrite(folder, scales_of(form, "model.layers.2.mlp.up_proj"), lambda scale: scale.mul_(0))
     text = said(verify(folder))
     assert f"{Q}: 1 scale(s) NaN or infinite, 0 zero, of 128" in text and "up_proj: 0 scale(s) NaN or infinite, 192 zero" in text
@@ -154,14 +152,16 @@ def test_scales(copy: Callable[[str], Path], form: str) -> None:
 @pytest.mark.parametrize("form", FORMATS[:2])
 def test_a_flipped_bit_in_the_codes(copy: Callable[[str], Path], source: Path, form: str) -> None:
     folder = copy(form)
-    overwrite(folder, codes_of(form), lambda words: words.view(-1)[5:6].bitwise_xor_(1 << 9) and None)
+    overwrite(folder, codes_of(form), lambda words: words.view(-1)[5].bitwise_xor_(1 << 9))
     assert verify(folder).ok, "it cannot be known without the original"
     assert said(verify(folder, source)).startswith(f"{Q}: 1 code(s) are not the original's weights rounded to their grid")
 
 
-def test_a_flipped_byte_in_tuned_codes(source: Path, tmp_path: Path) -> None:
-    make(source, tmp_path, iters=2, dataset=TOKENS, seqlen=16, nsamples=4, batch_size=2)
-    overwrite(tmp_path, codes_of("auto_round"), lambda words: words.view(-1)[5:6].bitwise_xor_(0xFF00) and None)
+def test_tuned_codes_and_a_flipped_byte_in_them(source: Path, tmp_path: Path) -> None:
+    make(source, tmp_path, bits=3, iters=3, dataset=TOKENS, seqlen=16, nsamples=4, batch_size=2, lr=0.2, not_use_best_mse=True)
+    whole = verify(tmp_path, source)
+    assert whole.ok and max(layer.relative_rmse / layer.bound for layer in whole.layers) > 0.5
+    overwrite(tmp_path, codes_of("auto_round"), lambda words: words.view(-1)[5].bitwise_xor_(0xFF00))
     assert "code(s) are not the original's weights" in said(verify(tmp_path, source))
 
 
@@ -174,8 +174,9 @@ def test_layers_changed_places(copy: Callable[[str], Path], source: Path, form: 
 
     folder = copy(form)
     rewrite(folder, change)
-    (folder / "evenround.json").unlink() if form != "fake" else None
-    assert verify(folder).ok or form == "fake"
+    if form != "fake":
+        (folder / "evenround.json").unlink()
+        assert verify(folder).ok, "it cannot be known without the original"
     found = [finding for finding in verify(folder, source).findings if "another layer's weights" in finding.what]
     assert [finding.place for finding in found] == ["model.layers.0.self_attn.q_proj", Q]
 
@@ -183,22 +184,22 @@ def test_layers_changed_places(copy: Callable[[str], Path], source: Path, form: 
 def test_codes_of_methods_that_move_weights(copy: Callable[[str], Path], source: Path) -> None:
     folder = copy("llm_compressor")
     (folder / "evenround.json").unlink()
-    overwrite(folder, codes_of("llm_compressor"), lambda words: words.view(-1)[5:6].bitwise_xor_(1 << 9) and None)
+    overwrite(folder, codes_of("llm_compressor"), lambda words: words.view(-1)[5].bitwise_xor_(1 << 9))
     assert verify(folder, source).ok, "codes of unknown origin are judged by their layer's error only"
 
 
 def test_unquantized_tensors(copy: Callable[[str], Path], source: Path, form: str) -> None:
     folder = copy(form)
-    overwrite(folder, "model.embed_tokens.weight", lambda weight: weight[7].neg_() and None if False else weight.index_fill(0, torch.tensor([7]), 1))
-    overwrite(folder, "model.norm.weight", lambda weight: weight.index_fill(0, torch.tensor([1, 2]), float("nan")))
+    overwrite(folder, "model.embed_tokens.weight", lambda weight: weight[7].neg_())
+    overwrite(folder, "model.norm.weight", lambda weight: weight[1:3].fill_(float("nan")))
     text = said(verify(folder, source))
-    assert "model.embed_tokens.weight: is not quantized, and 1" in text and "bytes differ from the original's" in text
+    assert "model.embed_tokens.weight: is not quantized, and 64 bytes differ from the original's" in text
     assert "model.norm.weight: 2 value(s) NaN or infinite" in text
 
 
 def test_fake_weights(copy: Callable[[str], Path], source: Path) -> None:
     folder = copy("fake")
-    overwrite(folder, f"{Q}.weight", lambda weight: weight * 2)
+    overwrite(folder, f"{Q}.weight", lambda weight: weight.mul_(2))
     assert f"{Q}: relative error" in said(verify(folder, source)) and verify(folder).ok
 
 
@@ -277,10 +278,9 @@ def test_kinds_of_tensors(copy: Callable[[str], Path], source: Path, form: str) 
 def test_config_against_tensors(copy: Callable[[str], Path]) -> None:
     folder = copy("auto_round")
     edit_json(folder / "config.json", lambda config: config["quantization_config"].update(group_size=16))
-    assert "quantization_config" in said(verify(folder)) and "scales has shape [2, " in said(verify(folder))
+    assert "down_proj.qzeros has shape [3, 8], but quantization_config (config.json) makes it [6, 8]" in said(verify(folder))
     folder = copy("llm_compressor")
-    weights: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"]  # noqa: E731
-    edit_json(folder / "config.json", lambda config: weights(config).update(num_bits=8))
+    edit_json(folder / "config.json", lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=8))
     assert "weight_packed has shape" in said(verify(folder))
     edit_json(folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
     assert "quant_method 'gptq' in config.json cannot be read" in said(verify(folder))
@@ -288,7 +288,7 @@ def test_config_against_tensors(copy: Callable[[str], Path]) -> None:
 
 def test_zero_points(copy: Callable[[str], Path], source: Path, tmp_path: Path) -> None:
     folder = copy("auto_round")
-    overwrite(folder, f"{Q}.qzeros", lambda words: words.view(-1)[:1].bitwise_xor_(1) and None)
+    overwrite(folder, f"{Q}.qzeros", lambda words: words.view(-1)[0].bitwise_xor_(1))
     assert f"{Q}: 1 of 128 zero points are not 8 (symmetric)" in said(verify(folder))
     make(source, tmp_path / "asym", scheme="W4A16", group_size=0, sym=False, format="llm_compressor")
     overwrite(tmp_path / "asym", f"{Q}.weight_zero_point", lambda zero: zero.fill_(60))
@@ -300,10 +300,9 @@ def test_padding_bits(tmp_path: Path) -> None:
     save_model(config, tmp_path / "source", torch.bfloat16)
     make(tmp_path / "source", tmp_path / "out", bits=3, group_size=16, sym=False, format="llm_compressor")
     assert verify(tmp_path / "out", tmp_path / "source").ok
-    for leaf, layer in (("weight_packed", "down_proj"), ("weight_zero_point", "up_proj")):
-        last = -1 if leaf == "weight_packed" else slice(None)
-        overwrite(tmp_path / "out", f"model.layers.0.mlp.{layer}.{leaf}", lambda words, last=last: words[-1:, last].bitwise_or_(-(2**31)) and None)
-        assert f"{layer}.{leaf}: has bits set after its last code" in said(verify(tmp_path / "out"))
+    for name in ("mlp.down_proj.weight_packed", "mlp.up_proj.weight_zero_point"):
+        overwrite(tmp_path / "out", f"model.layers.0.{name}", lambda words: words[-1, -1].bitwise_or_(-(2**31)))
+        assert f"{name}: has bits set after its last code" in said(verify(tmp_path / "out"))
 
 
 def test_record(copy: Callable[[str], Path]) -> None:

@@ -150,4 +150,6 @@ def torch_dtype(name: str) -> torch.dtype:
 def as_dict(config: object) -> dict[str, object]:
     """A config as plain JSON values, for the record and the fingerprint."""
     fields: dict[str, object] = dataclasses.asdict(config)  # type: ignore[call-overload]
-    return {key: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+    return {
+        key: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value for key, value in fields.items()
+    }

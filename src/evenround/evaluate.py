@@ -9,21 +9,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from evenround.errors import UserError
 from evenround.loading import load_model, load_tokenizer
 from evenround.memory.devices import pick_device
-from evenround.model import Skeleton, embed, head_inputs, load_config
+from evenround.model import Skeleton, _outside_blocks, _recording, embed, load_config
 from evenround.tasks import run_tasks
 
-__all__ = ["Evaluation", "evaluate", "head_logits", "load_model", "max_length", "run_tasks", "streamed_loss", "text_rows"]
+__all__ = ["Evaluation", "evaluate", "load_model", "max_length", "run_tasks", "streamed_loss", "text_rows"]
 
 CHUNK = 1 << 24
 """Logits made at once: 64 MiB of float32."""
@@ -168,28 +168,49 @@ class _Sums:
     predicted: int = 0
 
 
-def head_logits(model: nn.Module, tokens: Tensor, output: ModelOutput, at: slice) -> Tensor:
-    """Logits `[rows, positions, vocabulary]` at positions `at`, from `output` of the model's base model for `tokens` `[rows, tokens]`."""
-    base: nn.Module = model.base_model  # type: ignore[assignment]
+def _run_body(model: nn.Module, tokens: Tensor) -> tuple[nn.Module, ModelOutput]:
+    """The module whose output the model's own forward hands to its head (`model.model`, OPT's `model.model.decoder`), and that output."""
+    ended: list[tuple[nn.Module, ModelOutput]] = []
+
+    def ends(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, ModelOutput) and "last_hidden_state" in output:
+            ended.append((module, output))
+
+    hooks = [module.register_forward_hook(ends) for module in model.modules() if module is not model]
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    head.forward = lambda hidden: hidden[..., :1]
+    try:
+        model(input_ids=tokens, use_cache=False)
+    finally:
+        del head.forward
+        for hook in hooks:
+            hook.remove()
+    if not ended:
+        raise UserError(f"{type(model).__name__} cannot be evaluated: its base model returns no last_hidden_state")
+    return ended[-1]
+
+
+def _logits(model: nn.Module, tokens: Tensor, body: nn.Module, output: ModelOutput, at: slice) -> Tensor:
+    """Logits `[rows, positions, vocabulary]` of the model at positions `at`, from what `_run_body` gave for `tokens` `[rows, tokens]`."""
     part = type(output)(**{**output, "last_hidden_state": output["last_hidden_state"][:, at]})
-    base.forward = lambda *args, **kwargs: part
+    body.forward = lambda *args, **kwargs: part
     try:
         return model(input_ids=tokens[:, at], use_cache=False).logits  # type: ignore[no-any-return]
     finally:
-        del base.forward
+        del body.forward
 
 
 def _add(sums: _Sums, models: Sequence[nn.Module], tokens: Tensor) -> None:
     """Add rows `tokens` `[rows, tokens]` for the model and, if there are two models, the reference."""
-    outputs = [model.base_model(input_ids=tokens, use_cache=False) for model in models]  # type: ignore[operator]
+    bodies = [_run_body(model, tokens) for model in models]
     vocabulary = int(models[0].config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
     step = max(1, CHUNK // (len(tokens) * vocabulary))
     for start in range(0, tokens.shape[1], step):
         at = slice(start, start + step)
         targets = tokens[:, start + 1 : start + step + 1]
         log_p: list[Tensor] = []
-        for number, (model, output) in enumerate(zip(models, outputs, strict=True)):
-            log_p.append(torch.log_softmax(head_logits(model, tokens, output, at).float(), dim=-1))
+        for number, (model, (body, output)) in enumerate(zip(models, bodies, strict=True)):
+            log_p.append(torch.log_softmax(_logits(model, tokens, body, output, at).float(), dim=-1))
             found = log_p[-1][:, : targets.shape[1]].gather(-1, targets.unsqueeze(-1))
             sums.loss[number] -= float(found.sum(dtype=torch.float64))
         if len(log_p) == 2:
@@ -223,7 +244,7 @@ def streamed_loss(skeleton: Skeleton, tokens: Tensor) -> float:
         for name, call in zip(skeleton.block_names, embedded.calls, strict=True):
             with skeleton.materialized([name], torch.float32):
                 hidden = call.run(skeleton.model.get_submodule(name), hidden, samples)
-        output = BaseModelOutputWithPast(last_hidden_state=head_inputs(skeleton, tokens, None, hidden, torch.float32, "cpu"))
-        with skeleton.materialized([skeleton.sites[-1].name], torch.float32):
-            logits = head_logits(skeleton.model, tokens, output, slice(None))
+        outside = [*_outside_blocks(skeleton), skeleton.sites[-1].name]
+        with skeleton.materialized(outside, torch.float32), _recording(skeleton, replace=hidden):
+            logits = skeleton.model(input_ids=tokens, use_cache=False).logits
     return float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))

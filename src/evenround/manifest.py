@@ -1,8 +1,8 @@
 """What a run has finished, on disk, so that a killed run goes on where it was.
 
-After each block group the two input chains and then the manifest are written (write new, fsync, rename), in this order: a kill between any two
-writes leaves the state of the group before. Nothing random needs saving: each group's generator is seeded from the seed and the group's number.
-A manifest is continued only by a run with the same settings; any difference is named.
+After each block group the two input chains and then the manifest are written (write new, fsync, rename), in this order: a kill between any
+two writes leaves the state of the group before. Nothing random needs saving: each group's generator is seeded from the seed and the group's
+number. A manifest is continued only by a run with the same settings; any difference is named.
 """
 
 import json
@@ -108,7 +108,8 @@ def refuse_other_settings(output_dir: Path, before: Mapping[str, object], now: M
     if differences:
         raise UserError(
             f"{output_dir} holds a run with other settings: {'; '.join(differences[:6])}"
-            f"{' …' if len(differences) > 6 else ''}. Repeat those settings to go on, choose another --output_dir, or start anew with --overwrite"
+            f"{' …' if len(differences) > 6 else ''}. Repeat those settings to go on, choose another --output_dir, "
+            "or start anew with --overwrite"
         )
 
 

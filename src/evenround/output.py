@@ -56,7 +56,9 @@ def prepare(output: OutputConfig, source: Path, settings: Mapping[str, object]) 
         if record is not None:
             refuse_other_settings(root, _settings_of(record), settings)
         elif (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
-            raise UserError(f"{folder} holds a checkpoint that this run did not write; choose another --output_dir, or replace it with --overwrite")
+            raise UserError(
+                f"{folder} holds a checkpoint that this run did not write; choose another --output_dir, or replace it with --overwrite"
+            )
     records = [read_record(folder) for folder in folders(output)]
     return records[0] if all(record is not None for record in records) else None
 
@@ -112,4 +114,6 @@ def copy_companions(source: Path, folder: Path) -> None:
             try:
                 shutil.copyfile(path, folder / path.name)
             except OSError as error:
-                raise UserError(f"cannot copy {path.name} to {folder}: {error.strerror or error}; run the same command again to go on") from error
+                raise UserError(
+                    f"cannot copy {path.name} to {folder}: {error.strerror or error}; run the same command again to go on"
+                ) from error

@@ -22,7 +22,7 @@ from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig,
 from evenround.errors import UserError
 from evenround.export import Exporter, get_exporter
 from evenround.manifest import Chains, Manifest
-from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device
+from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory
 from evenround.model import BlockCall, Embedded, Site, Skeleton, embed, head_inputs, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
 from evenround.output import finish_checkpoint, prepare
@@ -310,6 +310,7 @@ def _do_group(run: _Run, group: _Group, number: int, chains: Chains | None) -> t
                 run.tell.note(note)
         clock.lap("tune")
     _write_group(group.tensors, run, quantized, clock)
+    release_host_memory()
     return chains, _block_record(group, result, quantized, clock, run.device)
 
 

@@ -136,7 +136,7 @@ NOT_YET = (
 
 
 def preset(name: str, place: str = "--scheme") -> Scheme:
-    """The scheme that `name` stands for, any case, `-` or `_`. Raises `UserError` with `place`, where the name was given, and the nearest name."""
+    """The scheme that `name`, given at `place`, stands for, any case, `-` or `_`. Raises `UserError` with both and the nearest name."""
     folded = name.upper().replace("-", "_")
     for known, scheme in PRESETS.items():
         if folded in (known, known.replace("A16G", "A16_G")):
@@ -166,7 +166,7 @@ class SchemeRules:
 
     default: Scheme
     ignore_layers: tuple[str, ...] = ()
-    """Names, substrings or regular expressions of sites that stay in floating point."""
+    """Names, substrings or regular expressions of sites that stay in floating point (see `select`)."""
     layer_config: Mapping[str, Override] = dataclasses.field(default_factory=dict)
     """Name, substring or regular expression → preset name, fields on top of the default, or a Scheme. A later entry wins;
     an exact name wins over a pattern."""
@@ -199,15 +199,18 @@ def _quote_bare_word(match: re.Match[str]) -> str:
     return word if re.fullmatch(r"-?\d+(\.\d+)?", word) else json.dumps(word)
 
 
-def matches(pattern: str, name: str) -> bool:
-    """True when `pattern` is a substring of the name or a regular expression found in it; `re:` before it: one that matches from its start.
+def select(pattern: str, names: Sequence[str]) -> frozenset[str]:
+    """The names that `pattern` stands for: itself if it is one, else all that contain it, else all in which it is found as a regex.
 
-    Without `re:`, a number at the end of the pattern is a whole number: `layers.1` is not in `layers.10`. Raises `re.error`.
+    A number at its end is a whole number: `layers.1` is not in `layers.10`. After `re:` stands a regular expression that must match from a
+    name's start. Raises `re.error`.
     """
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    end = r"(?!\d)" if pattern[-1:].isdigit() else ""
-    return re.search(re.escape(pattern) + end, name) is not None or re.search(pattern + end, name) is not None
+        return frozenset(name for name in names if re.match(pattern[3:], name))
+    if pattern in names:
+        return frozenset([pattern])
+    contained = re.escape(pattern) + (r"(?!\d)" if pattern[-1:].isdigit() else "")
+    return frozenset(name for name in names if re.search(contained, name)) or frozenset(name for name in names if re.search(pattern, name))
 
 
 def resolve_schemes(sites: Iterable[SiteLike], rules: SchemeRules, *, ragged_groups: bool = False) -> Mapping[str, Scheme | None]:
@@ -221,7 +224,7 @@ def resolve_schemes(sites: Iterable[SiteLike], rules: SchemeRules, *, ragged_gro
     names = [site.name for site in sites]
     if rules.quant_lm_head and not any(site.is_head for site in sites):
         raise UserError("--quant_lm_head: this model has no output head that can be quantized; leave the flag out")
-    ignored = {name for pattern in rules.ignore_layers for name in _select("--ignore_layers", pattern, names)}
+    ignored = {name for pattern in rules.ignore_layers for name in _selected("--ignore_layers", pattern, names)}
     overrides = _overrides(sites, rules)
     table: dict[str, Scheme | None] = {}
     for site in sites:
@@ -235,15 +238,16 @@ def resolve_schemes(sites: Iterable[SiteLike], rules: SchemeRules, *, ragged_gro
     return MappingProxyType(table)
 
 
-def _select(flag: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
-    """The names that `pattern` stands for: itself alone if it is one of them, else all that it matches."""
+def _selected(flag: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
+    """`select`, or `UserError` when there is nothing to select."""
     try:
-        chosen = frozenset([pattern] if pattern in names else [name for name in names if matches(pattern, name)])
+        chosen = select(pattern, names)
     except re.error as error:
         raise UserError(f"{pattern!r} ({flag}) is neither part of a layer's name nor a regular expression ({error})") from None
     if not chosen:
         last_parts = sorted({name.rsplit(".", 1)[-1] for name in names})
-        raise UserError(f"{pattern!r} ({flag}) matches no layer{nearest(pattern, [*names, *last_parts]) or f'; last parts of names: {last_parts}'}")
+        hint = nearest(pattern, [*names, *last_parts]) or f"; names end in {', '.join(last_parts)}"
+        raise UserError(f"{pattern!r} ({flag}) matches no layer{hint}")
     return chosen
 
 
@@ -253,7 +257,7 @@ def _overrides(sites: Sequence[SiteLike], rules: SchemeRules) -> dict[str, Schem
     exact: dict[str, Scheme | None] = {}
     broad: dict[str, Scheme | None] = {}
     for pattern, value in rules.layer_config.items():
-        scheme, chosen = _apply(pattern, value, rules.default), _select("--layer_config", pattern, names)
+        scheme, chosen = _apply(pattern, value, rules.default), _selected("--layer_config", pattern, names)
         if scheme is not None and chosen <= heads and not rules.quant_lm_head:
             raise UserError(f"{pattern!r} (--layer_config) names the output head, which is left alone unless --quant_lm_head is given")
         (exact if pattern in chosen else broad).update(dict.fromkeys(chosen, scheme))

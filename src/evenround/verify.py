@@ -132,7 +132,7 @@ def _attempt(findings: list[Finding], place: str, action: Callable[[], T]) -> T 
         return action()
     except UserError as error:
         what, _, fix = str(error).partition("; ")
-        findings.append(Finding(place, what, fix))
+        findings.append(Finding(place, what, fix or DOWNLOAD))
         return None
 
 
@@ -174,16 +174,15 @@ class _Seen:
     def format(self) -> str:
         return FORMATS.get(quant_method(self.config), "fake")
 
-    def site(self, name: str) -> Site | None:
-        """The original's site called `name`."""
-        return next((site for site in self.original.sites if site.name == name), None) if self.original else None
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The original's."""
+        return self.original.sites if self.original else ()
 
     def rounded(self, tensor: str) -> tuple[Site, Scheme] | None:
         """The original's site whose weight in a `fake` checkpoint is `tensor`, if the run quantized it."""
-        if self.original is None or self.plan is None or self.format != "fake":
-            return None
-        for site in self.original.sites:
-            scheme = self.plan.sites.get(site.name, ((), None))[1]
+        for site in self.sites if self.plan and self.format == "fake" else ():
+            scheme = self.plan.sites.get(site.name, ((), None))[1] if self.plan else None
             if scheme and site.checkpoint_name == tensor:
                 return site, scheme
         return None
@@ -252,8 +251,7 @@ def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], stran
     if quantized is None:
         return None
     scheme, before = weight.scheme, len(broken)
-    bad = int((~torch.isfinite(quantized.scale)).sum())
-    zero = int((quantized.scale == 0).sum())
+    bad, zero = int((~torch.isfinite(quantized.scale)).sum()), int((quantized.scale == 0).sum())
     if bad or zero:
         broken.append(Finding(weight.name, f"{bad} scale(s) NaN or infinite, {zero} zero, of {quantized.scale.numel()}", DOWNLOAD))
     highest, middle = 2**scheme.bits - 1, 2 ** (scheme.bits - 1)
@@ -263,7 +261,7 @@ def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], stran
         broken.append(Finding(weight.name, f"{off} of {quantized.zero_point.numel()} zero points are not {allowed}", DOWNLOAD))
     if weight.prefix + ".weight_packed" in seen.files.specs:
         broken += _check_padding(seen, weight)
-    site = seen.site(weight.name)
+    site = next((site for site in seen.sites if site.name == weight.name), None)
     if seen.original is None or site is None or len(broken) > before:
         return None
     original = seen.original.checkpoint.read(site.checkpoint_name).float()
@@ -308,7 +306,7 @@ def _check_tensor(seen: _Seen, name: str, broken: list[Finding], strange: list[F
     spec, differing, bad = seen.files.specs[name], 0, 0
     rounded = seen.rounded(name)
     theirs = _counterpart(seen, name, strange) if rounded is None else None
-    for start, stop in _pieces(spec.shape):
+    for start, stop in _pieces(seen.files, name):
         piece = _rows(seen.files, name, start, stop)
         bad += int((~torch.isfinite(piece)).sum()) if piece.is_floating_point() else 0
         if theirs is not None and seen.original is not None:
@@ -344,16 +342,16 @@ def _counterpart(seen: _Seen, name: str, strange: list[Finding]) -> str | None:
     return theirs
 
 
+def _pieces(files: Checkpoint, name: str) -> Iterator[tuple[int, int]]:
+    """Row ranges of a tensor that are read at once; one that is empty for a scalar."""
+    rows, *rest = files.specs[name].shape or (0,)
+    step = max(1, PIECE // max(1, math.prod(rest)))
+    for start in range(0, max(rows, 1), step):
+        yield start, min(start + step, rows)
+
+
 def _rows(files: Checkpoint, name: str, start: int, stop: int) -> Tensor:
     return files.read_rows(name, start, stop) if files.specs[name].shape else files.read(name).reshape(1)
-
-
-def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Row ranges of a tensor that are read at once."""
-    rows = shape[0] if shape else 1
-    step = max(1, PIECE // max(1, math.prod(shape[1:])))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
 
 
 def _losses(seen: _Seen, text: str | None, trust_remote_code: bool) -> tuple[list[float | None], list[str]]:

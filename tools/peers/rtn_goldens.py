@@ -3,7 +3,8 @@
     python rtn_goldens.py MODEL GOLDEN.json [--check] [--only W4] [--bf16] [--keep DIR]
 
 Exports MODEL at W2/W3/W4/W8, symmetric and asymmetric, groups 32, 128 and per channel, in both formats, each in a process of its own, by
-the route that loads the model; where the shard-by-shard route writes another layout, also by that one (marked `model_free`; without torch.compile, see README.md).
+the route that loads the model; where the shard-by-shard route writes another layout, also by that one (marked `model_free`; without
+torch.compile, see README.md).
 Writes one entry a combination under a key such as `W4 g128 sym auto_round` or `W4 g128 asym auto_round model_free`:
 
     {"packing": …, "layers": 28, "tensors": {suffix: {"dtype": "I32", "shape": […], "sha256": …}}}   or   {"error": …}

@@ -46,7 +46,7 @@ def _per_element(per_group: Tensor, scheme: WeightScheme, in_features: int) -> T
 
 
 def to_groups(weight: Tensor, group_size: int) -> Tensor:
-    """`[out, in]` → `[groups, size]`, a view unless the last group of a row is ragged (then zeros fill it, which move no minimum or maximum)."""
+    """`[out, in]` → `[groups, size]`, a view unless the last group of a row is ragged (zeros fill it, which move no limit of a group)."""
     out_features, in_features = weight.shape
     if group_size == PER_TENSOR:
         return weight.reshape(1, -1)

@@ -1,0 +1,103 @@
+"""Settings: defaults, limits, and the words with which a wrong value is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenround.config import COMPUTE_DTYPES, RECIPES, DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype
+from evenround.errors import UserError
+
+OUT = Path("out")
+
+
+def test_defaults_are_auto_rounds() -> None:
+    config = TuneConfig()
+    assert (config.iters, config.batch_size, config.gradient_accumulate_steps, config.nblocks, config.seed) == (200, 8, 1, 1, 42)
+    assert config.step_size == config.clip_step_size == 1 / 200
+    assert config.keep == "best" and config.minmax_tuning and config.quantized_inputs and config.momentum == 0
+    assert (DataConfig().nsamples, DataConfig().seqlen) == (128, 2048)
+    assert OutputConfig(output_dir=OUT).formats == ("auto_round",)
+
+
+def test_step_sizes_follow_each_other() -> None:
+    assert TuneConfig(iters=0).step_size == 1
+    assert TuneConfig(iters=50, lr=0.01).clip_step_size == 0.01
+    assert TuneConfig(iters=50, lr=0.01, minmax_lr=0.002).clip_step_size == 0.002
+    assert TuneConfig(iters=50, minmax_lr=0.002).step_size == 1 / 50
+    assert TuneConfig(lr=1).step_size == 1
+
+
+def test_recipes() -> None:
+    assert {name: (recipe.iters, recipe.nsamples, recipe.lr) for name, recipe in RECIPES.items()} == {
+        "default": (200, 128, None),
+        "best": (1000, 512, None),
+        "light": (50, 128, 5e-3),
+        "rtn": (0, 1, None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TuneConfig(iters=-1), "--iters -1 must be a whole number of at least 0"),
+        (lambda: TuneConfig(iters=2.5), "--iters 2.5 must be a whole number of at least 0"),  # type: ignore[arg-type]
+        (lambda: TuneConfig(iters=True), "--iters True must be a whole number of at least 0"),
+        (lambda: TuneConfig(batch_size=0), "--batch_size 0 must be a whole number of at least 1"),
+        (lambda: TuneConfig(batch_size="8"), "--batch_size '8' must be a whole number of at least 1"),  # type: ignore[arg-type]
+        (lambda: TuneConfig(gradient_accumulate_steps=0), "--gradient_accumulate_steps 0 must be a whole number of at least 1"),
+        (lambda: TuneConfig(nblocks=0), "--nblocks 0 must be a whole number of at least 1"),
+        (lambda: TuneConfig(seed=-1), "--seed -1 must be a whole number of at least 0"),
+        (lambda: TuneConfig(seed=2**32), "--seed 4294967296 must be below 4294967296"),
+        (lambda: TuneConfig(lr=0.0), "--lr 0.0 must be a positive number"),
+        (lambda: TuneConfig(lr=float("nan")), "--lr nan must be a positive number"),
+        (lambda: TuneConfig(lr=float("inf")), "--lr inf must be a positive number"),
+        (lambda: TuneConfig(lr="0.1"), "--lr '0.1' must be a positive number"),  # type: ignore[arg-type]
+        (lambda: TuneConfig(minmax_lr=-0.1), "--minmax_lr -0.1 must be a positive number"),
+        (lambda: TuneConfig(momentum=1.0), "--momentum 1.0 must be a number of at least 0 and below 1"),
+        (lambda: TuneConfig(momentum=-0.1), "--momentum -0.1 must be a number of at least 0 and below 1"),
+        (lambda: TuneConfig(momentum=float("nan")), "--momentum nan must be a number of at least 0 and below 1"),
+        (lambda: TuneConfig(momentum="0"), "--momentum '0' must be a number of at least 0 and below 1"),  # type: ignore[arg-type]
+        (lambda: TuneConfig(keep="first"), "keep 'first' must be 'best' or 'last' (--not_use_best_mse)"),  # type: ignore[arg-type]
+        (lambda: DataConfig(nsamples=0), "--nsamples 0 must be a whole number of at least 1"),
+        (lambda: DataConfig(seqlen=1), "--seqlen 1 must be a whole number of at least 2"),
+        (lambda: OutputConfig(output_dir=OUT, formats=()), "--format is empty; use auto_round, llm_compressor or fake"),
+        (lambda: OutputConfig(output_dir=OUT, formats=("fake", "fake")), "--format fake,fake names a format twice"),
+        (lambda: OutputConfig(output_dir=OUT, max_shard_size=0), "--max_shard_size 0 must be a whole number of at least 1"),
+        (
+            lambda: DeviceConfig(compute_dtype="bf16"),  # type: ignore[arg-type]
+            "--compute_dtype 'bf16' is not one of auto, float32, bfloat16, float16; did you mean 'bfloat16'?",
+        ),
+        (
+            lambda: DeviceConfig(compute_dtype="int8"),  # type: ignore[arg-type]
+            "--compute_dtype 'int8' is not one of auto, float32, bfloat16, float16",
+        ),
+    ],
+)
+def test_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def test_the_largest_seed_seeds_the_generator_of_any_group() -> None:
+    torch.Generator().manual_seed(TuneConfig(seed=2**32 - 1).seed * 1_000_003 + 100_000)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        TuneConfig().iters = 3  # type: ignore[misc]
+
+
+def test_names_of_dtypes() -> None:
+    assert [torch_dtype(name) for name in COMPUTE_DTYPES[1:]] == [torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_settings_become_plain_json() -> None:
+    values = as_dict(OutputConfig(output_dir=OUT, formats=("fake", "auto_round")))
+    assert values == {"output_dir": "out", "formats": ["fake", "auto_round"], "max_shard_size": 5 * 10**9, "overwrite": False}
+    for config in (TuneConfig(lr=0.1), DeviceConfig(), DataConfig(dataset="demo")):
+        assert json.loads(json.dumps(as_dict(config))) == as_dict(config)
