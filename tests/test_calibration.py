@@ -50,9 +50,7 @@ def ids(text: str) -> list[int]:
 
 
 def load(dataset, tokenizer=TOKENIZER, *, nsamples=4, seqlen=16, seed=42, max_length=None, vocab_size=None) -> TokenRows:
-    return load_calibration(
-        dataset, tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed, max_length=max_length, vocab_size=vocab_size
-    )
+    return load_calibration(dataset, tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed, max_length=max_length, vocab_size=vocab_size)
 
 
 def refused(dataset, *parts: str, **options) -> str:
@@ -439,7 +437,7 @@ def test_grammar(write):
         ("a/b:concat=maybe", "'a/b': concat='maybe' is neither true nor false"),
         ("a/b,,c/d", "--dataset has an empty name in ''; pass a local .txt"),
         ("", "--dataset has an empty name"),
-        ('a/b:system_prompt="x', "has an unmatched double quote; write system_prompt=\"…\""),
+        ('a/b:system_prompt="x', 'has an unmatched double quote; write system_prompt="…"'),
     ],
 )
 def test_grammar_errors(text, message):

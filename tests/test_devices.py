@@ -1,13 +1,14 @@
 """Choice of device and precision, with accelerators that are made up."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from evenround.errors import UserError
 from evenround.memory import devices
-from evenround.memory.devices import native_bfloat16, peak_bytes, pick_compute_dtype, pick_device
+from evenround.memory.devices import native_bfloat16, peak_bytes, pick_compute_dtype, pick_device, release_host_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Machine = Callable[[str | None, int], None]
@@ -108,14 +109,37 @@ def test_peak_memory_counts_what_was_held() -> None:
     assert peak_bytes(CPU) < 2**40
 
 
-@pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1)])
-def test_peak_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch, platform: str, factor: int) -> None:
+@pytest.mark.parametrize(
+    ("platform", "status", "expected"),
+    [
+        ("linux", "VmPeak:\t  900 kB\nVmHWM:\t  700 kB\nVmRSS:\t 600 kB\n", 700 * 1024),
+        ("linux", "VmSize:\t  900 kB\n", 5000 * 1024),  # some sandboxes tell no more
+        ("linux", None, 5000 * 1024),
+        ("freebsd14", None, 5000 * 1024),
+        ("darwin", None, 5000),
+    ],
+)
+def test_peak_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, status: str | None, expected: int) -> None:
     class Usage:
         ru_maxrss = 5000
 
+    file = tmp_path / "status"
+    if status is not None:
+        file.write_text(status)
     monkeypatch.setattr(devices.sys, "platform", platform)
     monkeypatch.setattr(devices.resource, "getrusage", lambda who: Usage)
-    assert peak_bytes(CPU) == 5000 * factor
+    monkeypatch.setattr(devices, "Path", lambda name: file)
+    assert peak_bytes(CPU) == expected
+
+
+def test_memory_is_released_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    release_host_memory()
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", missing)
+    release_host_memory()
 
 
 def test_peak_memory_of_an_accelerator_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:

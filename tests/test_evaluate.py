@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, save_model
 from tokenizers.processors import TemplateProcessing
 
+from conftest import ARCHITECTURES, save_model
 from evenround import UserError, quantize
 from evenround.checkpoint import Checkpoint
 from evenround.data import evaluation_text, tiny_llama
-from evenround.evaluate import evaluate, load_model, run_tasks, streamed_loss, text_rows
+from evenround.evaluate import evaluate, load_model, streamed_loss, text_rows
+from evenround.tasks import run_tasks
 from evenround.export import read_schemes
 from evenround.loading import load_tokenizer, open_model, read_config
 
@@ -99,7 +100,8 @@ def test_figures(tiny: Path, quantized: Path, text: Path) -> None:
     assert packed.reference_perplexity == pytest.approx(float(losses[1].exp()), rel=1e-5)
     assert packed.kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4)
     assert packed.top1 == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()))
-    assert packed.tokens == rows.numel() and packed.notes == () and 0.5 < packed.top1 < 1
+    assert packed.tokens == rows.numel() and packed.notes == ()
+    assert packed.top1 is not None and 0.5 < packed.top1 < 1
     assert list(packed.to_dict()) == ["perplexity", "reference_perplexity", "kl", "top1", "tokens"]
 
 
@@ -245,7 +247,7 @@ def test_loading_says_nothing(tiny: Path, quantized: Path, capfd: pytest.Capture
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     """A task of lm-eval with data of its own: which continuation fits."""
-    rows = [{"question": f"Call me {name}", "choices": ["Ishmael", "zzzq xx"], "answer": at % 2} for at, name in enumerate(["A", "B", "C", "D"])]
+    rows = [{"question": f"Call me {name}", "choices": ["Ishmael", "zzzq xx"], "answer": at % 2} for at, name in enumerate("ABCD")]
     (tmp_path / "data.json").write_text("\n".join(json.dumps(row) for row in rows))
     path = tmp_path / "small.yaml"
     path.write_text(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from conftest import SMALL
 
 import evenround
+from conftest import SMALL
 
 PROGRAM = """
 import sys, torch

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, SMALL, save_model
 
+from conftest import ARCHITECTURES, SMALL, save_model
 from evenround.checkpoint import Checkpoint
 from evenround.errors import UserError
 from evenround.model import Skeleton, embed, head_inputs, skeleton_from
@@ -134,19 +134,28 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_norm_is_named_when_it_is_needed(tmp_path: Path) -> None:
     skeleton = broken(tmp_path, lambda state: state.pop("model.layers.1.input_layernorm.weight"))
-    with pytest.raises(UserError, match=r"no tensor for model\.layers\.1\.input_layernorm\.weight"), skeleton.materialized(["model.layers.1"], torch.float32):
+    with (
+        pytest.raises(UserError, match=r"no tensor for model\.layers\.1\.input_layernorm\.weight"),
+        skeleton.materialized(["model.layers.1"], torch.float32),
+    ):
         pass
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     skeleton = broken(tmp_path, lambda state: state.update({"model.layers.0.mlp.up_proj.weight": torch.ones(95, 64)}))
-    with pytest.raises(UserError, match=r"has shape \[95, 64\], but config.json makes .* \[96, 64\]"), skeleton.materialized(["model.layers.0"], torch.float32):
+    with (
+        pytest.raises(UserError, match=r"has shape \[95, 64\], but config.json makes .* \[96, 64\]"),
+        skeleton.materialized(["model.layers.0"], torch.float32),
+    ):
         pass
 
 
 def test_a_nan_is_named(tmp_path: Path) -> None:
     skeleton = broken(tmp_path, lambda state: state["model.layers.0.mlp.up_proj.weight"].__setitem__((3, 5), float("nan")))
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds 1 NaN or infinite value"), skeleton.materialized(["model.layers.0"], torch.float32):
+    with (
+        pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds 1 NaN or infinite value"),
+        skeleton.materialized(["model.layers.0"], torch.float32),
+    ):
         pass
     assert all(parameter.device.type == "meta" for parameter in skeleton.model.parameters())
 

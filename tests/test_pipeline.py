@@ -1,6 +1,7 @@
 """The whole job on small models: same bytes twice, interrupted anywhere, every flag has an effect, wrong input is refused in time."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -8,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from conftest import ARCHITECTURES, save_model
 
 import evenround
+from conftest import ARCHITECTURES, save_model
 from evenround import UserError, quantize
 from evenround.checkpoint import CheckpointWriter
 from evenround.manifest import Manifest
@@ -69,6 +71,18 @@ class Stop(BaseException):
     pass
 
 
+def stopping_at(number: int, original: Callable[..., object]) -> Callable[..., object]:
+    """`original`, but its call number `number` raises."""
+    calls = itertools.count()
+
+    def counting(*args: object, **kwargs: object) -> object:
+        if next(calls) == number:
+            raise Stop
+        return original(*args, **kwargs)
+
+    return counting
+
+
 @pytest.mark.parametrize("place", ["write", "commit", "replace", "unlink"])
 def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -76,21 +90,18 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(
     settings = {"max_shard_size": "40KB"}
     run(source, tmp_path / "whole", **settings)
     expected = contents(tmp_path / "whole")
-    owner, name = {"write": (CheckpointWriter, "write"), "commit": (Manifest, "commit"), "replace": (os, "replace"), "unlink": (Path, "unlink")}[place]
+    owner, name = {
+        "write": (CheckpointWriter, "write"),
+        "commit": (Manifest, "commit"),
+        "replace": (os, "replace"),
+        "unlink": (Path, "unlink"),
+    }[place]
     original = getattr(owner, name)
     interruptions = 0
     for at in range(0, 400, 1 if place == "commit" else 4):
-        folder, calls = tmp_path / f"{place}{at}", 0
-
-        def counting(*args: object, **kwargs: object) -> object:
-            nonlocal calls
-            if calls == at:
-                raise Stop
-            calls += 1
-            return original(*args, **kwargs)
-
+        folder = tmp_path / f"{place}{at}"
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, counting)
+            patch.setattr(owner, name, stopping_at(at, original))
             try:
                 run(source, folder, **settings)
             except Stop:
@@ -158,7 +169,11 @@ def test_other_settings_are_refused_in_the_middle_too(source: Path, tmp_path: Pa
     with pytest.raises(Stop):
         run(source, tmp_path, progress=Stopping())
     assert not (tmp_path / "config.json").exists() and not list(tmp_path.glob("*.safetensors"))
-    for change, message in (({"seed": 1}, "tune.seed was 42, is 1"), ({"scheme": "W3A16G32"}, r"schemes\.model.*bits was 4, is 3"), ({"dataset": TOKENS.flip(0)}, "data.sha256 was")):
+    for change, message in (
+        ({"seed": 1}, "tune.seed was 42, is 1"),
+        ({"scheme": "W3A16G32"}, r"schemes\.model.*bits was 4, is 3"),
+        ({"dataset": TOKENS.flip(0)}, "data.sha256 was"),
+    ):
         with pytest.raises(UserError, match=message):
             run(source, tmp_path, **change)
     run(source, tmp_path)
@@ -238,7 +253,9 @@ def test_tensors_that_the_class_does_not_know_are_copied(source: Path, tmp_path:
     state["model.mtp.0.weight"] = torch.arange(6, dtype=torch.int64)
     safetensors.torch.save_file(state, tmp_path / "source" / "model.safetensors", {"format": "pt"})
     run(tmp_path / "source", tmp_path / "made", iters=0)
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "made" / "model.safetensors")["model.mtp.0.weight"], state["model.mtp.0.weight"])
+    assert torch.equal(
+        safetensors.torch.load_file(tmp_path / "made" / "model.safetensors")["model.mtp.0.weight"], state["model.mtp.0.weight"]
+    )
 
 
 def test_a_quantized_tied_head_is_untied(source: Path, tmp_path: Path) -> None:
@@ -263,7 +280,10 @@ def test_gpt2_is_quantized_transposed(tmp_path: Path) -> None:
 
 
 def test_a_ragged_group_only_for_fake(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"group_size 48 .* does not divide the width 64 of model\.layers\.0\.self_attn\.q_proj; groups that would: 16, 32, 64"):
+    with pytest.raises(
+        UserError,
+        match=r"group_size 48 .* does not divide the width 64 of model\.layers\.0\.self_attn\.q_proj; groups that would: 16, 32, 64",
+    ):
         run(source, tmp_path, group_size=48)
     assert not (tmp_path / ".evenround").exists()
     run(source, tmp_path / "fake", group_size=48, format="fake")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, save_model
 
+from conftest import ARCHITECTURES, save_model
 from evenround.checkpoint import Checkpoint
 from evenround.config import TuneConfig
 from evenround.errors import UserError
@@ -42,7 +42,9 @@ def make_block(skeleton: Skeleton, number: int, call: object, scheme: WeightSche
     return Block(skeleton.block_names[number], skeleton.block(number), call, sites)  # type: ignore[arg-type]
 
 
-def tune(blocks: list[Block], hidden: torch.Tensor, config: TuneConfig, mask: torch.Tensor | None = None, micro: int | None = None) -> GroupResult:
+def tune(
+    blocks: list[Block], hidden: torch.Tensor, config: TuneConfig, mask: torch.Tensor | None = None, micro: int | None = None
+) -> GroupResult:
     targets = run_all(blocks, hidden, 4, CPU)
     generator = torch.Generator().manual_seed(1)
     return tune_block(blocks, Samples(hidden, targets, mask), config, device=CPU, generator=generator, micro_batch=micro)
@@ -196,7 +198,11 @@ def test_zero_iterations_round_to_nearest(two_blocks: tuple[list[Block], torch.T
 
 def test_asymmetric_and_other_groups_tune_too(skeleton: Skeleton, two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    for scheme in (WeightScheme(bits=2, group_size=32, symmetric=False), WeightScheme(bits=4, group_size=-1), WeightScheme(bits=4, group_size=0)):
+    for scheme in (
+        WeightScheme(bits=2, group_size=32, symmetric=False),
+        WeightScheme(bits=4, group_size=-1),
+        WeightScheme(bits=4, group_size=0),
+    ):
         other = make_block(skeleton, 0, block.call, scheme)
         result = tune([other], hidden, CONFIG)
         assert result.tuned_loss is not None and result.tuned_loss < result.rtn_loss, scheme

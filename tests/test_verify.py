@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from conftest import ARCHITECTURES, save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conftest import ARCHITECTURES, save_model
 from evenround import UserError, quantize
 from evenround.checkpoint import Checkpoint
 from evenround.distance import far_codes, layer_error
@@ -66,7 +66,7 @@ def overwrite(folder: Path, name: str, change: Callable[[Tensor], object]) -> No
         file.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     """Write the whole checkpoint anew, as one file, after a change of its tensors."""
     files = Checkpoint.open(folder)
     tensors = {name: files.read(name) for name in files.names}
@@ -280,10 +280,15 @@ def test_config_against_tensors(copy: Callable[[str], Path]) -> None:
     edit_json(folder / "config.json", lambda config: config["quantization_config"].update(group_size=16))
     assert "down_proj.qzeros has shape [3, 8], but quantization_config (config.json) makes it [6, 8]" in said(verify(folder))
     folder = copy("llm_compressor")
-    edit_json(folder / "config.json", lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=8))
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    section["config_groups"]["group_0"]["weights"]["num_bits"] = 8
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config=section))
     assert "weight_packed has shape" in said(verify(folder))
     edit_json(folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
     assert "quant_method 'gptq' in config.json cannot be read" in said(verify(folder))
+    for section in (True, [], {"quant_method": []}):
+        edit_json(folder / "config.json", lambda config, section=section: config.update(quantization_config=section))
+        assert "config.json: quantization_config must be an object with a quant_method (restore the file)" in said(verify(folder))
 
 
 def test_zero_points(copy: Callable[[str], Path], source: Path, tmp_path: Path) -> None:
@@ -330,7 +335,7 @@ def test_lost_tensors(tmp_path: Path) -> None:
     rewrite(tmp_path / "source", lambda tensors: tensors.update({"extra.table": torch.ones(3)}))
     make(tmp_path / "source", tmp_path / "out")
     assert verify(tmp_path / "out", tmp_path / "source").ok
-    rewrite(tmp_path / "out", lambda tensors: tensors.pop("extra.table") is None)
+    rewrite(tmp_path / "out", lambda tensors: tensors.pop("extra.table"))
     assert "extra.table: is in the original and not here" in said(verify(tmp_path / "out", tmp_path / "source"))
 
 

@@ -137,12 +137,14 @@ class AutoRound:
         if isinstance(model, nn.Module) and tokenizer is None:
             raise UserError("AutoRound(model=<module>) needs tokenizer=: the checkpoint is saved with it")
         self._model, self._tokenizer = model, tokenizer
-        self._arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "model", "tokenizer", "__class__")
-        }
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "tokenizer", "__class__")}
 
     def quantize_and_save(
-        self, output_dir: str | Path = "tmp_autoround", format: str | Sequence[str] = "auto_round", *, max_shard_size: int | str = "5GB",
+        self,
+        output_dir: str | Path = "tmp_autoround",
+        format: str | Sequence[str] = "auto_round",
+        *,
+        max_shard_size: int | str = "5GB",
         overwrite: bool = False,
     ) -> dict[str, object]:
         """Quantize and write `output_dir` (one folder a format if there are several); returns the run record."""

@@ -184,16 +184,16 @@ def _advice(path: Path) -> str:
     if any(name.startswith("adapter_") for name in files) and not torch_files:
         code = f"from peft import AutoPeftModelForCausalLM as M; m = M.from_pretrained({str(path)!r}).merge_and_unload(); "
         code += "m.save_pretrained('NEW_DIR')"
-        return f"{path} holds an adapter, not a model; merge it into its base model: `python -c \"{code}\"`, then pass NEW_DIR"
+        return f'{path} holds an adapter, not a model; merge it into its base model: `python -c "{code}"`, then pass NEW_DIR'
     load = f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; p = {str(path)!r}; "
     if torch_files:
         save = "M.from_pretrained(p, dtype='auto').save_pretrained('NEW_DIR'); T.from_pretrained(p).save_pretrained('NEW_DIR')"
-        return f"{path} holds {torch_files[0]}, a pickle, not read here; convert it: `python -c \"{load}{save}\"`, then pass NEW_DIR"
+        return f'{path} holds {torch_files[0]}, a pickle, not read here; convert it: `python -c "{load}{save}"`, then pass NEW_DIR'
     if gguf_files:  # transformers refuses to save the object that came from GGUF; a new one with its weights saves
         load += f"g = {gguf_files[0]!r}; m = M.from_pretrained(p, gguf_file=g); m.config.__dict__.pop('quantization_config', None); "
         save = "n = M.from_config(m.config); n.load_state_dict(m.state_dict()); n.save_pretrained('NEW_DIR'); "
         save += "T.from_pretrained(p, gguf_file=g).save_pretrained('NEW_DIR')"
-        return f"{path} holds {gguf_files[0]}, GGUF, not read here; convert it: `python -c \"{load}{save}\"`, then pass NEW_DIR"
+        return f'{path} holds {gguf_files[0]}, GGUF, not read here; convert it: `python -c "{load}{save}"`, then pass NEW_DIR'
     if any(name.endswith(".partial") for name in files):
         return f"{path} holds an unfinished checkpoint (.partial files); run the command that began it again"
     shards = [name for name in files if name.endswith(".safetensors")]

@@ -19,8 +19,9 @@ from rich.console import Console
 from evenround.api import quantize
 from evenround.config import COMPUTE_DTYPES, RECIPES
 from evenround.errors import UserError, nearest
-from evenround.evaluate import evaluate, run_tasks
+from evenround.evaluate import evaluate
 from evenround.report import render_show, render_verification, show
+from evenround.tasks import check_tasks, run_tasks
 from evenround.terminal import TerminalProgress
 from evenround.verify import verify
 from evenround.version import __version__
@@ -70,7 +71,9 @@ def _underscored(argument: str) -> str:
 
 
 def _sub(commands: "argparse._SubParsersAction[_Parser]", name: str, help: str) -> _Parser:
-    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = commands.add_parser(
+        name, help=help, description=help, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.set_defaults(parser=parser)
     return parser
 
@@ -113,7 +116,9 @@ def _add_quantize(parser: _Parser) -> None:
     add("--not_use_best_mse", action="store_true", help="keep the last iterate instead of the best")
     add("--disable_quanted_input", action="store_true", help="tune each block on the float model's activations")
     add("--nblocks", type=int, default=1, help="consecutive blocks tuned together")
-    add("--disable_opt_rtn", action="store_true", help="with iters 0: plain rounding; the only one there is yet, so iters 0 needs this flag")
+    add(
+        "--disable_opt_rtn", action="store_true", help="with iters 0: plain rounding; the only one there is yet, so iters 0 needs this flag"
+    )
     add("--seed", type=int, default=42, help="decides rows, their order, everything random")
     group = parser.add_argument_group("calibration data")
     add = group.add_argument
@@ -146,19 +151,28 @@ def _add_trust(parser: _Parser) -> None:
     parser.add_argument("--disable_trust_remote_code", action="store_true", help="do not (this is how it is without either flag)")
 
 
+def _trusted(options: argparse.Namespace) -> bool:
+    if options.trust_remote_code and options.disable_trust_remote_code:
+        raise UserError("--trust_remote_code and --disable_trust_remote_code contradict each other; give one")
+    return bool(options.trust_remote_code)
+
+
 def _add_eval(parser: _Parser) -> None:
     parser.add_argument("model", help="checkpoint directory: float, auto_round, llm_compressor or fake")
     parser.add_argument("--reference", help="the original, for KL and top-1 agreement")
     parser.add_argument("--text", required=True, help="text file")
-    parser.add_argument("--seqlen", type=int, default=512, help="tokens per row")
+    parser.add_argument("--seqlen", type=int, help="tokens per row (default: what the model takes, 2048 at most)")
     parser.add_argument("--rows", type=int, help="at most this many rows (default: all of the text)")
     parser.add_argument("--batch_size", "--eval_bs", type=int, default=8, help="rows at once")
+    parser.add_argument("--device", "--device_map", default="auto", help="auto, cpu, cuda:0, xpu:0, or a number")
+    _add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_verify(parser: _Parser) -> None:
     parser.add_argument("checkpoint", help="directory of a quantized checkpoint")
     parser.add_argument("--reference", help="the original: adds the error of each layer, and the loss on a short text")
+    _add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -176,12 +190,14 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
     recipe = RECIPES[options.recipe]
     iters = recipe.iters if options.iters is None else options.iters
     if iters == 0 and not options.disable_opt_rtn:
-        raise UserError("--iters 0 without --disable_opt_rtn asks for rounding with a scale search, which is not implemented yet; add --disable_opt_rtn")
+        raise UserError(
+            "--iters 0 without --disable_opt_rtn asks for rounding with a scale search, which is not implemented yet; add --disable_opt_rtn"
+        )
     if options.disable_amp and options.compute_dtype not in ("auto", "float32"):
         raise UserError(f"--disable_amp asks for float32, --compute_dtype for {options.compute_dtype}; give one")
-    if options.trust_remote_code and options.disable_trust_remote_code:
-        raise UserError("--trust_remote_code and --disable_trust_remote_code contradict each other; give one")
     tasks = [task for task in options.tasks.split(",") if task]
+    if tasks:
+        check_tasks(tasks)
     with TerminalProgress(err) as progress:
         record = quantize(
             model,
@@ -212,7 +228,7 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
             overwrite=options.overwrite,
             device_map=options.device,
             compute_dtype="float32" if options.disable_amp else options.compute_dtype,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=_trusted(options),
             progress=progress,
         )
     summary: dict[str, object] = {"output_dir": options.output_dir, **{key: record[key] for key in SUMMARY}}
@@ -220,7 +236,9 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
         folder = Path(options.output_dir)
         last = options.format.split(",")[-1].strip()
         checkpoint = folder if (folder / "config.json").exists() else folder / last
-        summary["tasks"] = run_tasks(checkpoint, tasks, options.eval_bs, options.limit, options.num_fewshot)
+        summary["tasks"] = run_tasks(
+            checkpoint, tasks, options.eval_bs, options.limit, options.num_fewshot, options.device, _trusted(options)
+        )
     if options.json:
         out.print_json(json.dumps(summary))
     else:
@@ -237,8 +255,17 @@ SUMMARY = ("model", "architecture", "formats", "quantized_weights", "source_byte
 def _eval(options: argparse.Namespace, out: Console, err: Console) -> int:
     reference = Path(options.reference) if options.reference else None
     result = evaluate(
-        Path(options.model), reference, Path(options.text), seqlen=options.seqlen, rows=options.rows, batch_size=options.batch_size
+        Path(options.model),
+        reference,
+        Path(options.text),
+        seqlen=options.seqlen,
+        rows=options.rows,
+        batch_size=options.batch_size,
+        device=options.device,
+        trust_remote_code=_trusted(options),
     )
+    for note in result.notes:
+        err.print(f"note: {note}", markup=False, highlight=False)
     values = result.to_dict()
     if options.json:
         out.print_json(json.dumps(values))
@@ -249,7 +276,8 @@ def _eval(options: argparse.Namespace, out: Console, err: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, out: Console, err: Console) -> int:
-    result = verify(Path(options.checkpoint), Path(options.reference) if options.reference else None)
+    reference = Path(options.reference) if options.reference else None
+    result = verify(Path(options.checkpoint), reference, trust_remote_code=_trusted(options))
     if options.json:
         out.print_json(json.dumps(result.to_dict()))
     else:
@@ -268,7 +296,9 @@ def _show(options: argparse.Namespace, out: Console, err: Console) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    out, err = (Console(stderr=stderr, width=None if stream.isatty() else 160) for stream, stderr in ((sys.stdout, False), (sys.stderr, True)))
+    out, err = (
+        Console(stderr=stderr, width=None if stream.isatty() else 160) for stream, stderr in ((sys.stdout, False), (sys.stderr, True))
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -282,5 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         err.print("evenround: interrupted; run the same command again to go on where it stopped", style="bold", highlight=False)
         return 130
     except torch.OutOfMemoryError as error:
-        err.print(f"evenround: out of memory: {error}; use a smaller --batch_size or --seqlen", style="bold red", markup=False, highlight=False)
+        err.print(
+            f"evenround: out of memory: {error}; use a smaller --batch_size or --seqlen", style="bold red", markup=False, highlight=False
+        )
         return 2

@@ -67,7 +67,7 @@ def parse_dataset(text: str) -> tuple[DatasetSpec, ...]:
     if exists(text):
         return (DatasetSpec(name=text),)
     if text.count('"') % 2:
-        raise UserError(f"--dataset {text!r} has an unmatched double quote; write system_prompt=\"…\"")
+        raise UserError(f'--dataset {text!r} has an unmatched double quote; write system_prompt="…"')
     parts, specs, at = _split_outside_quotes(text, ","), [], 0
     while at < len(parts):
         stop = len(parts)

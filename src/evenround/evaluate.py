@@ -20,10 +20,9 @@ from transformers.utils.generic import ModelOutput
 from evenround.errors import UserError
 from evenround.loading import load_model, load_tokenizer
 from evenround.memory.devices import pick_device
-from evenround.model import Skeleton, _outside_blocks, _recording, embed, load_config
-from evenround.tasks import run_tasks
+from evenround.model import Skeleton, embed, load_config, max_length, outside_blocks, recording
 
-__all__ = ["Evaluation", "evaluate", "load_model", "max_length", "run_tasks", "streamed_loss", "text_rows"]
+__all__ = ["Evaluation", "evaluate", "load_model", "streamed_loss", "text_rows"]
 
 CHUNK = 1 << 24
 """Logits made at once: 64 MiB of float32."""
@@ -83,7 +82,7 @@ def evaluate(
     tokens, notes = text_rows(content, str(text), tokenizer, _row_length(seqlen, max_length(config)), rows)
     highest, size = int(tokens.max()), int(config.get_text_config().vocab_size)
     if highest >= size:
-        raise UserError(f"the tokenizer in {model} gives token id {highest}, the model has {size} tokens; copy the original's tokenizer files there")
+        raise UserError(f"the tokenizer in {model} gives token id {highest}, the model has {size} tokens; copy the original's tokenizer")
     where = pick_device(device)
     models = [load_model(path, torch.float32, trust_remote_code)[0].to(where) for path in (model, reference) if path is not None]
     sums = _Sums()
@@ -105,14 +104,6 @@ def _read_text(path: Path) -> str:
     if not content.strip():
         raise UserError(f"text {path} (--text) is empty; give a file with some pages of text")
     return content
-
-
-def max_length(config: transformers.PretrainedConfig) -> int | None:
-    """Tokens that a model takes at most, as its config says."""
-    text = config.get_text_config()
-    name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    found = text.to_dict().get(name)
-    return found if isinstance(found, int) else None
 
 
 def _row_length(wish: int | None, longest: int | None) -> int:
@@ -244,7 +235,7 @@ def streamed_loss(skeleton: Skeleton, tokens: Tensor) -> float:
         for name, call in zip(skeleton.block_names, embedded.calls, strict=True):
             with skeleton.materialized([name], torch.float32):
                 hidden = call.run(skeleton.model.get_submodule(name), hidden, samples)
-        outside = [*_outside_blocks(skeleton), skeleton.sites[-1].name]
-        with skeleton.materialized(outside, torch.float32), _recording(skeleton, replace=hidden):
+        outside = [*outside_blocks(skeleton), skeleton.sites[-1].name]
+        with skeleton.materialized(outside, torch.float32), recording(skeleton, replace=hidden):
             logits = skeleton.model(input_ids=tokens, use_cache=False).logits
     return float(torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))

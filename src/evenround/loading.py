@@ -55,7 +55,11 @@ class UnpackedCheckpoint(Checkpoint):
 def read_config(path: Path) -> dict[str, Any]:
     """config.json in directory `path`, as it stands there. Raises `UserError`."""
     file = path / "config.json"
-    return load_json(file, read_range(file, 0, file_size(file)))
+    config = load_json(file, read_range(file, 0, file_size(file)))
+    section = config.get("quantization_config")
+    if section is not None and not (isinstance(section, dict) and isinstance(section.get("quant_method"), str)):
+        raise UserError(f"{file}: quantization_config must be an object with a quant_method; restore the file")
+    return config
 
 
 def quant_method(config: Mapping[str, Any]) -> str | None:

@@ -54,7 +54,7 @@ class Site:
 class Skeleton:
     """A causal language model without weights, tied to the checkpoint that has them."""
 
-    model: nn.Module
+    model: transformers.PreTrainedModel
     config: transformers.PretrainedConfig
     checkpoint: Checkpoint
     names: Mapping[str, str]
@@ -115,7 +115,7 @@ class Skeleton:
             raise UserError(f"{tensor_name} has shape {list(tensor.shape)}, but config.json makes {full_name} {list(like.shape)}")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
-            raise UserError(f"{tensor_name} holds {bad} NaN or infinite value(s): repair the checkpoint before quantizing it")
+            raise UserError(f"{tensor_name} holds {bad} NaN or infinite value(s): the checkpoint is damaged; get it anew")
         return nn.Parameter(tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device), requires_grad=False)
 
 
@@ -133,7 +133,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.data.to("meta"), requires_grad=False)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -149,6 +149,14 @@ def load_config(source: Path, trust_remote_code: bool = False) -> transformers.P
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"{source / 'config.json'} cannot be used: {str(error).splitlines()[0]}") from error
     return config
+
+
+def max_length(config: transformers.PretrainedConfig) -> int | None:
+    """Tokens that a model takes at most, as its config says; None when it does not say."""
+    text = config.get_text_config()
+    name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    found = text.to_dict().get(name)
+    return found if isinstance(found, int) else None
 
 
 def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> Skeleton:
@@ -169,11 +177,11 @@ def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool 
     return Skeleton(model=model, config=config, checkpoint=checkpoint, names=names, tied=tied, block_names=block_names, sites=sites)
 
 
-def map_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]:
+def map_names(model: transformers.PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]:
     """Module tree ↔ checkpoint: the same name, or with the base model's prefix added or taken away (GPT-2 files lack `transformer.`)."""
-    prefix = model.base_model_prefix + "."  # type: ignore[operator]
+    prefix = model.base_model_prefix + "."
     there = set(checkpoint.names)
-    tied = {target: source for target, source in model.all_tied_weights_keys.items()}  # type: ignore[union-attr, operator]
+    tied = dict(model.all_tied_weights_keys)
     names: dict[str, str] = {}
     for name in model.state_dict():
         candidates = (name, name.removeprefix(prefix), prefix + name)
@@ -183,7 +191,7 @@ def map_names(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, str],
     return names, {target: source for target, source in tied.items() if target not in names and source in names}
 
 
-def find_blocks(model: nn.Module) -> tuple[str, ...]:
+def find_blocks(model: transformers.PreTrainedModel) -> tuple[str, ...]:
     """Names of the decoder blocks: the longest ModuleList of the modules that transformers must not split over devices."""
     no_split = set(model._no_split_modules or ())  # type: ignore[union-attr, arg-type]
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -194,13 +202,18 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}.{number}" for number in range(len(blocks)))
 
 
-def find_sites(model: nn.Module, checkpoint: Checkpoint, names: Mapping[str, str], block_names: Sequence[str]) -> tuple[Site, ...]:
+def find_sites(
+    model: transformers.PreTrainedModel, checkpoint: Checkpoint, names: Mapping[str, str], block_names: Sequence[str]
+) -> tuple[Site, ...]:
+    """Every linear weight of every block in order, then the output head. Raises `UserError` for fused experts and for weights not in the file."""
     sites = []
     for number, block_name in enumerate(block_names):
         block = model.get_submodule(block_name)
         for name, parameter in block.named_parameters():
             if parameter.ndim > 2:
-                raise UserError(f"{block_name}.{name} is a fused expert tensor {list(parameter.shape)}: mixture-of-experts models are not supported yet")
+                raise UserError(
+                    f"{block_name}.{name} is a fused expert tensor {list(parameter.shape)}: mixture-of-experts models are not supported yet"
+                )
         for name, module in block.named_modules(prefix=block_name):
             if isinstance(module, (nn.Linear, Conv1D)):
                 sites.append(_site(name, module, checkpoint, names, number))
@@ -211,7 +224,7 @@ def find_sites(model: nn.Module, checkpoint: Checkpoint, names: Mapping[str, str
     return tuple(sites)
 
 
-def _tied_head(model: nn.Module, head: str, names: Mapping[str, str]) -> dict[str, str]:
+def _tied_head(model: transformers.PreTrainedModel, head: str, names: Mapping[str, str]) -> dict[str, str]:
     parameter = head + ".weight"
     source = model.all_tied_weights_keys.get(parameter)  # type: ignore[union-attr, operator]
     return {} if parameter in names or source not in names else {parameter: names[source]}
@@ -288,7 +301,7 @@ class _Recorded:
 
 
 @contextlib.contextmanager
-def _recording(skeleton: Skeleton, replace: Tensor | None = None) -> Iterator[list[_Recorded]]:
+def recording(skeleton: Skeleton, replace: Tensor | None = None) -> Iterator[list[_Recorded]]:
     """Blocks record their arguments and hand their input on; with `replace`, the last block gives that instead."""
     records: list[_Recorded] = []
     last = len(skeleton.block_names) - 1
@@ -352,7 +365,7 @@ EMBED_BATCH = 8
 """Samples embedded at once: bounds the memory of masks and embeddings, does not touch results."""
 
 
-def _outside_blocks(skeleton: Skeleton) -> list[str]:
+def outside_blocks(skeleton: Skeleton) -> list[str]:
     """Modules with own parameters outside of the blocks and the output head (embeddings, final norm)."""
     head = skeleton.sites[-1].name if skeleton.sites[-1].is_head else None
     inside = skeleton.block_names
@@ -375,12 +388,12 @@ def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.
 
     def forward(rows: list[int]) -> list[_Recorded]:
         numbers = rows if lead is None else [lead, *rows]
-        with _recording(skeleton) as records:
+        with recording(skeleton) as records:
             attention = None if mask is None else mask[numbers].to(device=device, dtype=torch.long)
             base(input_ids=tokens[numbers].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
         return records
 
-    with skeleton.materialized(_outside_blocks(skeleton), dtype, device), torch.no_grad():
+    with skeleton.materialized(outside_blocks(skeleton), dtype, device), torch.no_grad():
         one, two = (forward([0]), forward([0, 0])) if lead is None else (forward([]), forward([0]))
         grows = [_growing(a, b) for a, b in zip(one, two, strict=True)]
         hidden = torch.empty(len(tokens), *one[0].hidden.shape[1:], dtype=dtype)
@@ -435,10 +448,10 @@ def head_inputs(
     """What enters the output head, `[samples, tokens, hidden]`, when the last block gives `hidden` `[samples, tokens, hidden]`."""
     base = skeleton.model.base_model
     result = torch.empty_like(hidden)
-    with skeleton.materialized(_outside_blocks(skeleton), dtype, device), torch.no_grad():
+    with skeleton.materialized(outside_blocks(skeleton), dtype, device), torch.no_grad():
         for start in range(0, len(tokens), EMBED_BATCH):
             rows = slice(start, start + EMBED_BATCH)
-            with _recording(skeleton, replace=hidden[rows].to(device)):
+            with recording(skeleton, replace=hidden[rows].to(device)):
                 attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
                 output = base(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
             result[rows] = output.last_hidden_state.to("cpu")

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import huggingface_hub
 import torch
-import transformers
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
@@ -21,9 +20,10 @@ from evenround.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype
 from evenround.errors import UserError
 from evenround.export import Exporter, get_exporter
+from evenround.loading import load_tokenizer
 from evenround.manifest import Chains, Manifest
 from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory
-from evenround.model import BlockCall, Embedded, Site, Skeleton, embed, head_inputs, skeleton_from
+from evenround.model import BlockCall, Embedded, Site, Skeleton, embed, head_inputs, max_length, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
 from evenround.output import finish_checkpoint, prepare
 from evenround.record import BlockRecord, total_seconds, versions
@@ -111,7 +111,9 @@ def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
     settings = _settings(job, checkpoint, schemes, rows, dtype, device)
     finished = prepare(job.output, source, settings)
     if finished is not None:
-        tell.note(f"{job.output.output_dir} already holds the finished result of this very command; nothing to do (--overwrite starts anew)")
+        tell.note(
+            f"{job.output.output_dir} already holds the finished result of this very command; nothing to do (--overwrite starts anew)"
+        )
         return finished
 
     groups = _groups(skeleton, schemes, job.tune.nblocks)
@@ -167,26 +169,24 @@ def _main_dtype(skeleton: Skeleton) -> torch.dtype:
         count[site.dtype] = count.get(site.dtype, 0) + site.shape[0] * site.shape[1]
     unusable = [str(dtype) for dtype in count if dtype not in (torch.bfloat16, torch.float16, torch.float32)]
     if unusable:
-        raise UserError(f"weights of dtype {', '.join(unusable)} cannot be quantized; convert the checkpoint to bfloat16, float16 or float32")
+        raise UserError(
+            f"weights of dtype {', '.join(unusable)} cannot be quantized; convert the checkpoint to bfloat16, float16 or float32"
+        )
     return max(count, key=lambda dtype: count[dtype])
 
 
 def _calibration_rows(job: Job, source: Path, skeleton: Skeleton, tell: Progress) -> TokenRows:
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=job.trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        if not _is_tokens(job.data.dataset):
-            raise UserError(f"{source} has no tokenizer that can be loaded ({str(error).splitlines()[0]}); pass token ids as the dataset") from error
-        tokenizer = None
-    text = skeleton.config.get_text_config()
+    tokenizer = load_tokenizer(source, job.trust_remote_code)
+    if tokenizer is None and not _is_tokens(job.data.dataset):
+        raise UserError(f"{source} has no tokenizer that can be loaded; put its tokenizer files there, or pass token ids as the dataset")
     rows = load_calibration(
         job.data.dataset,  # type: ignore[arg-type]
         tokenizer,
         nsamples=job.data.nsamples,
         seqlen=job.data.seqlen,
         seed=job.tune.seed,
-        max_length=text.to_dict().get("max_position_embeddings"),
-        vocab_size=text.vocab_size,
+        max_length=max_length(skeleton.config),
+        vocab_size=skeleton.config.get_text_config().vocab_size,
     )
     for note in rows.notes:
         tell.note(note)

@@ -1,6 +1,7 @@
 """What a checkpoint or a run consists of: schemes, sizes, losses, seconds. `show` gives plain values, `render_…` draws them.
 
-Sizes and schemes are read from headers and config.json, so files that others wrote are shown too; losses and seconds come from the run record.
+Sizes and schemes are read from headers and config.json, so files that others wrote are shown too; losses and seconds come from the run
+record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +27,10 @@ from evenround.verify import FORMATS, Verification
 def show(path: Path) -> dict[str, Any]:
     """A checkpoint, or a run with a folder for each format, as plain values.
 
-    A run: `{"path", "kind": "run", "formats": [checkpoints], "blocks", "seconds"}`. A checkpoint: `{"path", "kind": "checkpoint", "format",
-    "architecture", "schemes", "layers", "bits_per_weight", "bytes", "source_bytes", "blocks", "seconds", "notes", …}`; what is not known is None or
-    empty. Raises `UserError` for a directory that is neither, and for damaged files.
+    A run: `{"path", "kind": "run", "formats": [checkpoints], "blocks", "seconds", …}`. A checkpoint: `{"path", "kind": "checkpoint",
+    "format", "architecture", "schemes", "layers", "bits_per_weight" (quantized layers, scales included), "bytes" (of the shards),
+    "source_bytes", "blocks", "seconds", "notes", …}`; what is not known is None or empty. Raises `UserError` for a directory that is
+    neither, and for damaged files.
     """
     if _is_checkpoint(path):
         return _checkpoint(path)

@@ -10,6 +10,26 @@ from evenround.loading import load_model
 from evenround.memory.devices import pick_device
 
 
+def check_tasks(tasks: list[str]) -> Any:
+    """lm-eval's task manager, which knows all of `tasks`: to be asked before hours of work, not after.
+
+    Raises `UserError` when lm-eval is not installed, or for a task that it does not know.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f'--tasks needs lm-eval ({error}): pip install "evenround[eval]"') from error
+    files = [task for task in tasks if Path(task).suffix in (".yaml", ".yml")]
+    for task in files:
+        if not Path(task).is_file():
+            raise UserError(f"--tasks {task}: there is no such file")
+    manager = TaskManager(include_defaults=len(files) < len(tasks))
+    for task in tasks:
+        if task not in files and task not in manager.all_tasks:
+            raise UserError(f"lm-eval has no task {task!r} (--tasks){nearest(task, manager.all_tasks)}; `lm_eval ls tasks` lists them")
+    return manager
+
+
 def run_tasks(
     checkpoint: Path,
     tasks: list[str],
@@ -24,20 +44,10 @@ def run_tasks(
     The model is loaded by `load_model`, in float32. `limit`: samples per task. Raises `UserError` when lm-eval is not installed, for an
     unknown task, for data that cannot be had, and for a checkpoint that cannot be loaded.
     """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f'--tasks needs lm-eval ({error}): pip install "evenround[eval]"') from error
-    files = [task for task in tasks if Path(task).suffix in (".yaml", ".yml")]
-    for task in files:
-        if not Path(task).is_file():
-            raise UserError(f"--tasks {task}: there is no such file")
-    manager = TaskManager(include_defaults=len(files) < len(tasks))
-    for task in tasks:
-        if task not in files and task not in manager.all_tasks:
-            raise UserError(f"lm-eval has no task {task!r} (--tasks){nearest(task, manager.all_tasks)}; `lm_eval ls tasks` lists them")
+    manager = check_tasks(tasks)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
     model, tokenizer = load_model(checkpoint, torch.float32, trust_remote_code)
     if tokenizer is None:
         raise UserError(f"{checkpoint} has no tokenizer that can be loaded; copy the original's tokenizer files there")

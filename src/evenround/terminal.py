@@ -55,7 +55,9 @@ class TerminalProgress:
     def group_started(self, number: int, count: int, names: Sequence[str]) -> None:
         label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1].rsplit('.', 1)[-1]}"
         self._steps = self._steps or 1
-        self._bar.update(self._task, description=f"{label} ({number + 1}/{count})", total=count * self._steps, completed=number * self._steps)
+        self._bar.update(
+            self._task, description=f"{label} ({number + 1}/{count})", total=count * self._steps, completed=number * self._steps
+        )
 
     def step(self, iteration: int, iters: int, loss: float) -> None:
         task = self._bar.tasks[0]

@@ -6,7 +6,7 @@ quantized weights are passed through `torch.func.functional_call`, so the same b
 SignRound (arXiv 2309.05516): minimize the squared error between the float block's output and the quantized block's, over a rounding offset
 V per weight and two clip factors per group, by the sign of the gradient with a step size that decays linearly to 0.
 
-Cost of one step against a plain forward and backward: one QDQ per weight each way, whatever the number of micro-batches, because micro-batches
+Cost of one step against a plain forward and backward: one QDQ per weight each way, whatever the number of micro-batches, because these
 accumulate the gradient of the quantized weight and the QDQ backward runs once per step.
 State per weight while a step runs: V 4 bytes, quantized weight and its gradient 2 x the compute dtype, momentum 4 bytes where it is used,
 and a 1 byte code for the best iterate (V itself need not be kept: codes and scales are all that is exported).
@@ -23,7 +23,7 @@ from torch.func import functional_call
 from evenround.config import TuneConfig
 from evenround.errors import UserError
 from evenround.model import BlockCall, Site
-from evenround.numerics.integer import IntegerQDQ, QuantizedWeight, group_range, quantize, to_groups
+from evenround.numerics.integer import IntegerQDQ, QuantizedWeight, from_groups, group_range, quantize, to_groups
 from evenround.scheme import WeightScheme
 
 
@@ -109,7 +109,12 @@ def _callable(block: Block, weights: Weights | None) -> Callable[..., object]:
 
 
 def run_all(
-    blocks: Sequence[Block], inputs: Tensor, batch_size: int, device: torch.device, weights: Weights | None = None, out: Tensor | None = None
+    blocks: Sequence[Block],
+    inputs: Tensor,
+    batch_size: int,
+    device: torch.device,
+    weights: Weights | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`run_group` over all samples `[samples, tokens, hidden]`, `batch_size` at a time; `out` may be `inputs` itself."""
     result = torch.empty_like(inputs) if out is None else out
@@ -146,8 +151,7 @@ class SiteState:
     def quantize_dequantize(self, dtype: torch.dtype) -> Tensor:
         """W' `[out, in]`, with gradients to the tuning parameters."""
         rows = IntegerQDQ.apply(self.rows, self.offset, self.min_clip, self.max_clip, self.low, self.high, self.scheme, dtype)
-        out_features, in_features = self.site.shape
-        return rows.reshape(out_features, -1)[:, :in_features] if self.scheme.group_size != 0 else rows.reshape(self.site.shape)
+        return from_groups(rows, self.site.shape)
 
     def export(self) -> QuantizedWeight:
         return quantize(self.weight, self.scheme, self.offset.detach(), self.min_clip.detach(), self.max_clip.detach())
@@ -163,12 +167,13 @@ def _weight_of(block: Block, site: Site) -> Tensor:
 
 
 def initial_state(block: Block, site: Site, scheme: WeightScheme, minmax_tuning: bool) -> SiteState:
+    """Untuned: V = 0, both clip factors 1 (and not tuned unless `minmax_tuning`)."""
     weight = _weight_of(block, site)
     rows = to_groups(weight, scheme.group_size)
     low, high = group_range(rows)
     offset = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device, requires_grad=True)
-    clips = [torch.ones_like(low).requires_grad_(minmax_tuning) for _ in range(2)]
-    return SiteState(site, scheme, weight, rows, low, high, offset, *clips)
+    min_clip, max_clip = (torch.ones_like(low).requires_grad_(minmax_tuning) for _ in range(2))
+    return SiteState(site, scheme, weight, rows, low, high, offset, min_clip, max_clip)
 
 
 def round_to_nearest(blocks: Sequence[Block]) -> dict[str, QuantizedWeight]:
@@ -202,7 +207,7 @@ def step(
 ) -> float:
     """Loss of the current parameters on the samples `chosen`, and its gradients in `.grad` of the parameters.
 
-    `micro_batch` samples go through the blocks at a time; gradients of the quantized weights add up, so its value changes memory, not mathematics.
+    `micro_batch` samples go through the blocks at a time; gradients of the quantized weights add up, so it changes memory, not mathematics.
     """
     dtype = samples.inputs.dtype
     quantized = {state.site.name: state.quantize_dequantize(dtype) for state in states}
@@ -312,7 +317,7 @@ def _untuned(
 def _judge(
     blocks: Sequence[Block], quantized: Mapping[str, QuantizedWeight], samples: Samples, batch: int, device: torch.device
 ) -> tuple[float, Tensor | None]:
-    """Mean squared error over all samples with these quantized weights, and the outputs `[samples, tokens, hidden]` if they are chained on."""
+    """Mean squared error over all samples with these quantized weights; outputs `[samples, tokens, hidden]` if they are chained on."""
     weights = {name: weight.dequantize(samples.inputs.dtype) for name, weight in quantized.items()}
     outputs = None if samples.targets is None else torch.empty_like(samples.targets)
     total, width = 0.0, 1
@@ -329,9 +334,9 @@ def _judge(
 
 def _check_finite(blocks: Sequence[Block], samples: Samples) -> None:
     for what, tensor in (("input", samples.inputs), ("float output", samples.targets)):
-        for number, sample in enumerate(() if tensor is None else tensor):
+        for number, sample in enumerate([] if tensor is None else tensor):
             if not torch.isfinite(sample).all():
                 raise UserError(
-                    f"the {what} of {blocks[0].name} for calibration sample {number} is NaN or infinite in {tensor.dtype}: "
+                    f"the {what} of {blocks[0].name} for calibration sample {number} is NaN or infinite in {sample.dtype}: "
                     "try --compute_dtype float32, or look at the weights of the block before it"
                 )

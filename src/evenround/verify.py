@@ -59,10 +59,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong."""
+    """Something that is wrong. `place`: file, tensor or layer; `fix`: what to do."""
 
     place: str
-    """File, tensor or layer."""
     what: str
     fix: str
 
@@ -107,19 +106,15 @@ def verify(checkpoint: Path, reference: Path | None = None, text: str | None = N
     stored = _attempt(broken, "quantization_config", lambda: read_schemes(config, files.specs, files.read, modules))
     record = _attempt(broken, str(checkpoint / RECORD), lambda: read_record(checkpoint))
     seen = _Seen(files, config, model, stored or {}, _Plan.of(record, broken), original)
-    broken += _check_names(seen)
-    if stored is not None:
-        broken += _check_plan(seen)
+    broken += [*_check_names(seen), *(_check_plan(seen) if stored is not None else ())]
     strange: list[Finding] = []
-    layers = [layer for weight in seen.stored.values() if (layer := _check_layer(seen, weight, broken, strange))]
-    for name in files.names:
-        layer = _check_tensor(seen, name, broken, strange)
-        layers += [layer] if layer else []
+    layers = [_check_layer(seen, weight, broken, strange) for weight in seen.stored.values()]
+    layers += [_check_tensor(seen, name, broken, strange) for name in files.names]
     losses, notes = ([None, None], []) if broken else _losses(seen, text, trust_remote_code)
     return Verification(
         checkpoint=str(checkpoint),
         findings=(*broken, *strange),
-        layers=tuple(layers),
+        layers=tuple(layer for layer in layers if layer),
         loss=losses[0],
         reference_loss=losses[1],
         tensors=len(files.specs),
@@ -149,8 +144,8 @@ class _Plan:
         if record is None:
             return None
         try:
-            schemes = {site["name"]: Scheme.from_dict(site["scheme"]) if site["scheme"] else None for site in record["sites"]}
-            shapes = {site["name"]: tuple(site["shape"]) for site in record["sites"]}
+            schemes = {str(site["name"]): Scheme.from_dict(site["scheme"]) if site["scheme"] else None for site in record["sites"]}
+            shapes = {str(site["name"]): tuple(site["shape"]) for site in record["sites"]}
             sizes = {name: int(sizes["bytes"]) for name, sizes in record["formats"].items()}
             untuned = [name for block in record["blocks"] if block["kept"] == "untuned" for name in block["blocks"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -232,9 +227,7 @@ def _check_plan(seen: _Seen) -> Iterator[Finding]:
         yield Finding(RECORD, f"is of a run that wrote {', '.join(plan.bytes)}; this is {seen.format}", RESTORE)
     elif size != plan.bytes[seen.format]:
         yield Finding(str(path), f"has {size} bytes of tensors and headers, the record says {plan.bytes[seen.format]}", DOWNLOAD)
-    if seen.format == "fake":
-        return
-    for name in sorted(plan.sites.keys() | seen.stored.keys()):
+    for name in sorted(plan.sites.keys() | seen.stored.keys()) if seen.format != "fake" else ():
         shape, scheme = plan.sites.get(name, ((), None))
         planned = EXPORTERS[seen.format].stored(scheme).weight if scheme else None
         found = seen.stored[name].scheme if name in seen.stored else None
@@ -264,8 +257,7 @@ def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], stran
     site = next((site for site in seen.sites if site.name == weight.name), None)
     if seen.original is None or site is None or len(broken) > before:
         return None
-    original = seen.original.checkpoint.read(site.checkpoint_name).float()
-    original = original.t().contiguous() if site.transposed else original
+    original = _read_original(seen.original, site)
     if original.shape != quantized.codes.shape:
         strange.append(Finding(weight.name, f"has shape {list(weight.shape)}, the original {list(original.shape)}", "check --reference"))
         return None
@@ -318,13 +310,19 @@ def _check_tensor(seen: _Seen, name: str, broken: list[Finding], strange: list[F
         strange.append(Finding(name, f"is not quantized, and {differing} bytes differ from the original's", DOWNLOAD))
     elif rounded is not None and seen.original is not None:
         site, scheme = rounded
-        found, original = (part.read(name).float() for part in (seen.files, seen.original.checkpoint))
-        if found.shape == original.shape:
-            turned = (found.t(), original.t()) if site.transposed else (found, original)
-            layer = layer_error(site.name, scheme.weight, *turned)
+        found, wanted = seen.files.read(name).float(), _read_original(seen.original, site)
+        found = found.t() if site.transposed else found
+        if found.shape == wanted.shape:
+            layer = layer_error(site.name, scheme.weight, found, wanted)
             strange += _judge(layer, 0)
             return layer
     return None
+
+
+def _read_original(original: Skeleton, site: Site) -> Tensor:
+    """float32 `[out, in]`."""
+    weight = original.checkpoint.read(site.checkpoint_name).float()
+    return weight.t().contiguous() if site.transposed else weight
 
 
 def _counterpart(seen: _Seen, name: str, strange: list[Finding]) -> str | None:

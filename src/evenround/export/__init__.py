@@ -30,7 +30,7 @@ def get_exporter(name: str) -> Exporter:
         raise UserError(f"format {name!r} (--format) is not implemented yet; 'auto_round' chooses its packing by the schemes")
     if family in ("gguf", *NOT_YET):
         raise UserError(f"format {name!r} (--format) is not implemented yet; implemented are: {available}")
-    raise UserError(f"no format {name!r} (--format){nearest(name, EXPORTERS)}. Formats: {available}")
+    raise UserError(f"no format {name!r} (--format){nearest(name, EXPORTERS) or '.'} Formats: {available}")
 
 
 def read_schemes(
@@ -48,6 +48,6 @@ def read_schemes(
         raise UserError(f"quantization_config in config.json must be an object, not {type(section).__name__}")
     method = section.get("quant_method")
     readers = {"auto-round": "auto_round", "compressed-tensors": "llm_compressor"}
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise UserError(f"quant_method {method!r} in config.json cannot be read; can: {', '.join(readers)}")
     return EXPORTERS[readers[method]].read_schemes(section, specs, read, modules)

@@ -40,6 +40,7 @@ from evenround.export.base import (
     SCALE_DTYPES,
     Reader,
     StoredWeight,
+    are_strings,
     check_groups,
     check_table,
     compile_pattern,
@@ -258,7 +259,7 @@ class _Rules:
         if isinstance(blocks, str):
             blocks = [name.strip() for name in blocks.split(",")]
         extra_config = config.get("extra_config") or {}
-        if not isinstance(extra_config, Mapping) or not isinstance(blocks, list | None):
+        if not isinstance(extra_config, Mapping) or not (blocks is None or are_strings(blocks)):
             raise UserError("quantization_config (config.json): extra_config must be an object and block_name_to_quantize a string or list")
         extra: dict[str, WeightScheme | None] = {}
         for key, fields in extra_config.items():

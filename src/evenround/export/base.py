@@ -9,7 +9,7 @@ tensors hold several weights at once.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -114,6 +114,11 @@ class StoredWeight:
 def tensor_prefix(site: Site) -> str:
     """What packed tensors' names start with: the weight's own name in the checkpoint, or the module's for a head tied to the embedding."""
     return site.name if is_tied_head(site) else site.checkpoint_name.removesuffix(".weight")
+
+
+def are_strings(value: object) -> TypeGuard[list[str]]:
+    """Whether `value`, out of a JSON file, is a list of strings."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def is_tied_head(site: Site) -> bool:

@@ -28,12 +28,7 @@ class FakeExporter:
         return self
 
     def check(self, site: Site, scheme: Scheme) -> None:
-        """A quantized head that is tied to the embedding has no tensor of its own to hold its values."""
-        if is_tied_head(site):
-            raise UserError(
-                f"{site.name} shares {site.checkpoint_name} with the embedding, and format 'fake' (--format) cannot store it apart; "
-                "leave out --quant_lm_head, or use --format auto_round"
-            )
+        """Plain weights hold every scheme."""
 
     def cautions(self, schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
         return ("format 'fake' stores plain weights: it measures accuracy and saves no space",)
@@ -44,11 +39,15 @@ class FakeExporter:
     def tensor_specs(self, site: Site, scheme: Scheme) -> dict[str, TensorSpec]:
         out_features, in_features = site.shape
         shape = (in_features, out_features) if site.transposed else (out_features, in_features)
-        return {site.checkpoint_name: TensorSpec(dtype=site.dtype, shape=shape)}
+        return {self._tensor(site): TensorSpec(dtype=site.dtype, shape=shape)}
 
     def pack(self, site: Site, quantized: QuantizedWeight) -> dict[str, Tensor]:
         weight = quantized.dequantize(site.dtype)
-        return {site.checkpoint_name: weight.t().contiguous() if site.transposed else weight}
+        return {self._tensor(site): weight.t().contiguous() if site.transposed else weight}
+
+    def _tensor(self, site: Site) -> str:
+        """A quantized head that was tied to the embedding gets a tensor of its own."""
+        return site.parameter if is_tied_head(site) else site.checkpoint_name
 
     def unpack(self, prefix: str, read: Reader, scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedWeight:
         raise UserError(f"{prefix}: a checkpoint of format 'fake' holds plain weights, there are no codes to unpack; compare the weights")

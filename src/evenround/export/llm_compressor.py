@@ -46,6 +46,7 @@ from evenround.export.base import (
     SCALE_DTYPES,
     Reader,
     StoredWeight,
+    are_strings,
     check_groups,
     check_table,
     compile_pattern,
@@ -258,12 +259,12 @@ class _Rules:
     def read(config: Mapping[str, object]) -> "_Rules":
         groups, ignore = config.get("config_groups"), config.get("ignore") or []
         objects = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
-        if not isinstance(groups, Mapping) or not objects or not isinstance(ignore, list):
-            raise UserError("quantization_config (config.json): config_groups must be an object of objects and ignore a list")
+        if not isinstance(groups, Mapping) or not objects or not are_strings(ignore):
+            raise UserError("quantization_config (config.json): config_groups must be an object of objects and ignore a list of names")
         targets: dict[str, WeightScheme] = {}
         for number, group in groups.items():
             found, arguments, names = group.get("format") or config.get("format"), group.get("weights") or {}, group.get("targets")
-            if not isinstance(arguments, Mapping) or not isinstance(names, list):
+            if not isinstance(arguments, Mapping) or not are_strings(names):
                 raise UserError(f"quantization_config (config.json), {number}: targets must be a list of names and weights an object")
             if found != FORMAT or arguments.get("type", "int") != "int" or group.get("input_activations"):
                 raise UserError(

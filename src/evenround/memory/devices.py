@@ -25,13 +25,16 @@ def pick_device(text: str) -> torch.device:
     if wish == "cpu":
         return torch.device("cpu")
     if "," in wish or "=" in wish or wish.startswith("sim:") or re.fullmatch(r"\d+x.+", wish):
-        raise UserError(f"--device {text!r}: more than one device, maps and simulated devices are not implemented yet; give one, such as cuda:0")
+        raise UserError(
+            f"--device {text!r}: more than one device, maps and simulated devices are not implemented yet; give one, such as cuda:0"
+        )
     match = re.fullmatch(r"(?:([a-z]+)(?::(\d+))?|(\d+))", wish)
     if not match:
         raise UserError(f"--device {text!r} is not understood; use auto, cpu, an accelerator such as cuda:0, or its number")
     kind, number = match.group(1), int(match.group(2) or match.group(3) or 0)
     if accelerator is None or (kind and kind != accelerator.type):
-        raise UserError(f"--device {text!r}: there is no such accelerator here ({accelerator.type if accelerator else 'only the CPU'}); use --device cpu")
+        there = accelerator.type if accelerator else "only the CPU"
+        raise UserError(f"--device {text!r}: there is no such accelerator here ({there}); use --device cpu")
     if number >= torch.accelerator.device_count():
         raise UserError(f"--device {text!r}: devices 0 to {torch.accelerator.device_count() - 1} are here")
     return torch.device(accelerator.type, number)
@@ -45,7 +48,7 @@ def native_bfloat16(device: torch.device) -> bool:
 
 
 def pick_compute_dtype(wish: torch.dtype | None, source: torch.dtype, device: torch.device) -> torch.dtype:
-    """`wish`, or the checkpoint's own dtype where the device multiplies it natively, else float32: never fewer bits than the weights have."""
+    """`wish`, or the checkpoint's dtype where the device multiplies it natively, else float32: never fewer bits than the weights have."""
     if wish is not None:
         return wish
     if source == torch.bfloat16 and native_bfloat16(device):
@@ -60,14 +63,16 @@ def peak_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     if sys.platform == "linux":  # getrusage's value includes what the parent process held before exec
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        status = Path("/proc/self/status")
+        held = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "", re.MULTILINE)
+        if held:  # not every sandbox has it
+            return int(held.group(1)) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def release_host_memory() -> None:
-    """Give freed memory back to the system. glibc keeps a block's worth of freed pieces per block otherwise: 8 MB a layer of 10 MB was seen."""
+    """Give freed memory back to the system. glibc keeps pieces of it otherwise: 8 MB a layer of 10 MB was seen."""
     gc.collect()
     if sys.platform == "linux":
         try:
