@@ -376,3 +376,26 @@ def test_padded_samples(source: Path, tmp_path: Path) -> None:
     record = run(source, tmp_path, dataset=ragged)
     blocks = record["blocks"]
     assert isinstance(blocks, list) and all(block["rtn_loss"] > 0 for block in blocks)
+
+
+def test_two_runs_do_not_share_a_directory(source: Path, tmp_path: Path) -> None:
+    class Intruder(Silent):
+        def group_done(self, number: int, count: int, record: object) -> None:  # type: ignore[override]
+            with pytest.raises(UserError, match="another evenround is at work in .*; wait for it to end"):
+                run(source, tmp_path)
+
+    run(source, tmp_path, progress=Intruder())
+    run(source, tmp_path)
+
+
+def test_a_lost_partial_file_is_noticed_before_work_goes_on(source: Path, tmp_path: Path) -> None:
+    class Stopping(Silent):
+        def group_done(self, number: int, count: int, record: object) -> None:  # type: ignore[override]
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(source, tmp_path, progress=Stopping())
+    next(tmp_path.glob("*.partial")).unlink()
+    with pytest.raises(UserError, match="has lost files of the unfinished run .* start anew with --overwrite"):
+        run(source, tmp_path)
+    run(source, tmp_path, overwrite=True)

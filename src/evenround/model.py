@@ -205,7 +205,7 @@ def find_blocks(model: transformers.PreTrainedModel) -> tuple[str, ...]:
 def find_sites(
     model: transformers.PreTrainedModel, checkpoint: Checkpoint, names: Mapping[str, str], block_names: Sequence[str]
 ) -> tuple[Site, ...]:
-    """Every linear weight of every block in order, then the output head. Raises `UserError` for fused experts and for weights not in the file."""
+    """Every linear weight of the blocks in order, then the head. Raises `UserError` for fused experts and for weights not in the file."""
     sites = []
     for number, block_name in enumerate(block_names):
         block = model.get_submodule(block_name)

@@ -3,9 +3,12 @@
 config.json is written last: a directory that has one is a whole checkpoint.
 """
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import nn
@@ -29,6 +32,26 @@ def folders(output: OutputConfig) -> list[Path]:
     if len(output.formats) == 1:
         return [output.output_dir]
     return [output.output_dir / name for name in output.formats]
+
+
+@contextlib.contextmanager
+def exclusive(root: Path) -> Iterator[None]:
+    """No other run works in `root` until the context ends. Raises `UserError` when one does, or when `root` cannot be made.
+
+    The lock is on the directory itself, so it leaves no file, and the system drops it when a process is killed.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(root, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"--output_dir {root} cannot be written: {error.strerror or error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"another evenround is at work in {root}; wait for it to end, or choose another --output_dir") from None
+    finally:
+        os.close(handle)
 
 
 def prepare(output: OutputConfig, source: Path, settings: Mapping[str, object]) -> dict[str, object] | None:

@@ -23,9 +23,9 @@ from evenround.export import Exporter, get_exporter
 from evenround.loading import load_tokenizer
 from evenround.manifest import Chains, Manifest
 from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory
-from evenround.model import BlockCall, Embedded, Site, Skeleton, embed, head_inputs, max_length, skeleton_from
+from evenround.model import BlockCall, Site, Skeleton, embed, head_inputs, max_length, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
-from evenround.output import finish_checkpoint, prepare
+from evenround.output import exclusive, finish_checkpoint, prepare
 from evenround.record import BlockRecord, total_seconds, versions
 from evenround.scheme import Scheme, SchemeRules, resolve_schemes
 from evenround.tune import Block, GroupResult, Samples, round_to_nearest, run_all, tune_block
@@ -90,6 +90,21 @@ class _Format:
     writer: CheckpointWriter
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What stays the same from group to group."""
+
+    job: Job
+    source: Path
+    skeleton: Skeleton
+    schemes: Mapping[str, Scheme | None]
+    rows: TokenRows | None
+    formats: tuple[_Format, ...]
+    device: torch.device
+    dtype: torch.dtype
+    tell: Progress
+
+
 def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
     """Quantize; returns the run record. Raises `UserError` for wrong input, always before finished work would be lost."""
     tell = progress or Silent()
@@ -109,34 +124,47 @@ def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
     dtype = pick_compute_dtype(wish, _main_dtype(skeleton), device)
     rows = _calibration_rows(job, source, skeleton, tell) if job.tune.iters else None
     settings = _settings(job, checkpoint, schemes, rows, dtype, device)
-    finished = prepare(job.output, source, settings)
-    if finished is not None:
-        tell.note(
-            f"{job.output.output_dir} already holds the finished result of this very command; nothing to do (--overwrite starts anew)"
-        )
-        return finished
+    with exclusive(job.output.output_dir):
+        finished = prepare(job.output, source, settings)
+        if finished is not None:
+            tell.note(f"{job.output.output_dir} holds the finished result of this very command already (--overwrite starts anew)")
+            return finished
+        manifest = Manifest.open(job.output.output_dir, settings)
+        formats = _open_formats(job.output, exporters, skeleton, schemes)
+        return _work(_Run(job, source, skeleton, schemes, rows, formats, device, dtype, tell), settings, manifest)
 
-    groups = _groups(skeleton, schemes, job.tune.nblocks)
-    manifest = Manifest.open(job.output.output_dir, settings)
-    formats = _open_formats(job.output, exporters, skeleton, schemes)
-    chains, calls = _first_inputs(skeleton, rows, dtype, device, manifest, len(groups))
-    state = _Run(job, skeleton, schemes, rows, calls, formats, device, dtype, tell)
+
+def _work(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> dict[str, object]:
+    """From the embeddings, or from where an earlier run stopped, to finished checkpoints."""
+    groups = _groups(run.skeleton, run.schemes, run.job.tune.nblocks)
+    chains, calls = _first_inputs(run, manifest, len(groups))
     if manifest.done == 0:
-        _write_group(_outside(skeleton, groups), state, {}, _Clock())
+        _write_group(_outside(run.skeleton, groups), run, {}, _Clock())
         manifest.commit(chains, None)
     else:
-        tell.note(f"going on where the last run stopped: {manifest.done - 1} of {len(groups)} block groups are finished")
+        _check_partials(run, manifest)
+        run.tell.note(f"going on where the last run stopped: {manifest.done - 1} of {len(groups)} block groups are finished")
     for number in range(manifest.done - 1, len(groups)):
-        tell.group_started(number, len(groups), groups[number].names)
-        chains, record = _do_group(state, groups[number], number, chains)
+        run.tell.group_started(number, len(groups), groups[number].names)
+        chains, record = _do_group(run, groups[number], calls, number, chains)
         manifest.commit(chains if number + 1 < len(groups) else None, record.to_dict())
-        tell.group_done(number, len(groups), record)
+        run.tell.group_done(number, len(groups), record)
 
-    result = _record(state, settings, manifest)
-    for form in formats:
-        finish_checkpoint(form.exporter, form.folder, form.writer, source, skeleton, schemes, settings, job.rules.default, result)
+    result = _record(run, settings, manifest)
+    for form in run.formats:
+        default = run.job.rules.default
+        finish_checkpoint(form.exporter, form.folder, form.writer, run.source, run.skeleton, run.schemes, settings, default, result)
     manifest.remove()
     return result
+
+
+def _check_partials(run: _Run, manifest: Manifest) -> None:
+    """Raise `UserError` when files that an earlier part of the run had begun are gone."""
+    for form in run.formats:
+        if form.writer.fresh:
+            raise UserError(
+                f"{form.folder} has lost files of the unfinished run ({len(form.writer.fresh)} tensors); start anew with --overwrite"
+            )
 
 
 def locate(model: str) -> Path:
@@ -268,39 +296,24 @@ def _open_formats(
     return tuple(formats)
 
 
-def _first_inputs(
-    skeleton: Skeleton, rows: TokenRows | None, dtype: torch.dtype, device: torch.device, manifest: Manifest, groups: int
-) -> tuple[Chains | None, tuple[BlockCall, ...]]:
+def _first_inputs(run: _Run, manifest: Manifest, groups: int) -> tuple[Chains | None, tuple[BlockCall, ...]]:
     """Inputs of the next block group (from the manifest, or the embeddings) and how blocks are called; nothing without text."""
-    if rows is None or manifest.done > groups:
+    if run.rows is None or manifest.done > groups:
         return None, ()
-    embedded: Embedded = embed(skeleton, rows.tokens, rows.mask, dtype, device)
+    embedded = embed(run.skeleton, run.rows.tokens, run.rows.mask, run.dtype, run.device)
     if manifest.done == 0:
         return Chains(embedded.hidden, embedded.hidden), embedded.calls
     return manifest.chains(), embedded.calls
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What stays the same from group to group."""
-
-    job: Job
-    skeleton: Skeleton
-    schemes: Mapping[str, Scheme | None]
-    rows: TokenRows | None
-    calls: tuple[BlockCall, ...]
-    formats: tuple[_Format, ...]
-    device: torch.device
-    dtype: torch.dtype
-    tell: Progress
-
-
-def _do_group(run: _Run, group: _Group, number: int, chains: Chains | None) -> tuple[Chains | None, BlockRecord]:
+def _do_group(
+    run: _Run, group: _Group, calls: Sequence[BlockCall], number: int, chains: Chains | None
+) -> tuple[Chains | None, BlockRecord]:
     """Materialize, tune, pack and write one group. Returns the next group's inputs and the record."""
     clock, result = _Clock(), None
     with run.skeleton.materialized(group.names, run.dtype, run.device):
         clock.lap("load")
-        blocks = _blocks(run, group)
+        blocks = _blocks(run, group, calls)
         if chains is None or run.rows is None:
             quantized: Mapping[str, QuantizedWeight] = round_to_nearest(blocks)
         else:
@@ -314,7 +327,7 @@ def _do_group(run: _Run, group: _Group, number: int, chains: Chains | None) -> t
     return chains, _block_record(group, result, quantized, clock, run.device)
 
 
-def _blocks(run: _Run, group: _Group) -> tuple[Block, ...]:
+def _blocks(run: _Run, group: _Group, calls: Sequence[BlockCall]) -> tuple[Block, ...]:
     blocks = []
     for index, name in enumerate(group.names):
         sites = []
@@ -322,7 +335,7 @@ def _blocks(run: _Run, group: _Group) -> tuple[Block, ...]:
             scheme = run.schemes[site.name]
             if scheme is not None and (site.name == name or site.name.startswith(name + ".")):
                 sites.append((site, scheme.weight))
-        call = run.calls[group.blocks[index]] if run.calls and group.blocks else BlockCall((), {}, None, False)
+        call = calls[group.blocks[index]] if calls and group.blocks else BlockCall((), {}, None, False)
         blocks.append(Block(name, run.skeleton.model.get_submodule(name), call, tuple(sites)))
     return tuple(blocks)
 
