@@ -98,7 +98,8 @@ def test_no_flag_is_both_known_and_refused() -> None:
         (["--layer_config", "{broken"], "(--layer_config) cannot be read"),
         (["--layer_config", '{"lm_head": "W8A16"}'], "left alone unless --quant_lm_head"),
         (["--dataset", "no/such.txt"], "no/such.txt"),
-        (["--recipe", "bst"], "invalid choice: 'bst'"),
+        (["--recipe", "bst"], "no recipe 'bst' (--recipe); did you mean 'best'?"),
+        (["--not_use_best_mse", "--keep", "best"], "give one"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )  # fmt: skip

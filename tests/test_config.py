@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenround.config import COMPUTE_DTYPES, RECIPES, DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype
+from evenround.config import COMPUTE_DTYPES, RECIPES, DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype, tune_config
 from evenround.errors import UserError
 
 OUT = Path("out")
@@ -31,13 +31,28 @@ def test_step_sizes_follow_each_other() -> None:
     assert TuneConfig(lr=1).step_size == 1
 
 
+def config_of(recipe: str, **changes: object) -> TuneConfig:
+    values: dict[str, object] = {"iters": None, "lr": None, "minmax_lr": None, "momentum": None, "keep": None}
+    fixed = {"batch_size": 8, "gradient_accumulate_steps": 1, "minmax_tuning": True, "quantized_inputs": True, "nblocks": 1, "seed": 42}
+    return tune_config(recipe, **{**values, **fixed, **changes})  # type: ignore[arg-type]
+
+
 def test_recipes() -> None:
-    assert {name: (recipe.iters, recipe.nsamples, recipe.lr) for name, recipe in RECIPES.items()} == {
-        "default": (200, 128, None),
-        "best": (1000, 512, None),
-        "light": (50, 128, 5e-3),
-        "rtn": (0, 1, None),
-    }
+    assert {name: (recipe.iters, recipe.nsamples) for name, recipe in RECIPES.items()} == {
+        "default": (200, 128), "best": (1000, 512), "light": (50, 128), "rtn": (0, 1), "auto-round": (200, 128),
+    }  # fmt: skip
+    default, upstream = config_of("default"), config_of("auto-round")
+    assert (default.lr, default.minmax_lr, default.momentum, default.keep) == (1 / 200, 1 / 400, 0.8, "last")
+    assert (upstream.lr, upstream.minmax_lr, upstream.momentum, upstream.keep) == (1 / 200, 1 / 200, 0.0, "best")
+
+
+def test_what_the_user_sets_wins_over_the_recipe() -> None:
+    config = config_of("default", iters=10, momentum=0.0, keep="best", minmax_lr=0.3)
+    assert (config.iters, config.lr, config.minmax_lr, config.momentum, config.keep) == (10, 0.01, 0.3, 0.0, "best")
+    assert config_of("auto-round", iters=10).lr == 0.1
+    assert config_of("default", lr=0.02).minmax_lr == 0.01
+    with pytest.raises(UserError, match=r"no recipe 'beast' \(--recipe\); did you mean 'best'\? Recipes: default, best"):
+        config_of("beast")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +76,7 @@ def test_recipes() -> None:
         (lambda: TuneConfig(momentum=-0.1), "--momentum -0.1 must be a number of at least 0 and below 1"),
         (lambda: TuneConfig(momentum=float("nan")), "--momentum nan must be a number of at least 0 and below 1"),
         (lambda: TuneConfig(momentum="0"), "--momentum '0' must be a number of at least 0 and below 1"),  # type: ignore[arg-type]
-        (lambda: TuneConfig(keep="first"), "keep 'first' must be 'best' or 'last' (--not_use_best_mse)"),  # type: ignore[arg-type]
+        (lambda: TuneConfig(keep="first"), "keep 'first' must be 'best' or 'last' (--keep)"),  # type: ignore[arg-type]
         (lambda: DataConfig(nsamples=0), "--nsamples 0 must be a whole number of at least 1"),
         (lambda: DataConfig(seqlen=1), "--seqlen 1 must be a whole number of at least 2"),
         (lambda: OutputConfig(output_dir=OUT, formats=()), "--format is empty; use auto_round, llm_compressor or fake"),

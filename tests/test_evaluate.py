@@ -15,9 +15,9 @@ from evenround import UserError, quantize
 from evenround.checkpoint import Checkpoint
 from evenround.data import evaluation_text, tiny_llama
 from evenround.evaluate import evaluate, load_model, streamed_loss, text_rows
-from evenround.tasks import run_tasks
 from evenround.export import read_schemes
 from evenround.loading import load_tokenizer, open_model, read_config
+from evenround.tasks import run_tasks
 
 
 @pytest.fixture(scope="module")

@@ -180,6 +180,10 @@ def test_other_settings_are_refused_in_the_middle_too(source: Path, tmp_path: Pa
     assert not (tmp_path / ".evenround").exists()
 
 
+TUNED = {"iters": 6, "lr": 0.01}
+"""Steps small enough that six of them help."""
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -190,16 +194,17 @@ def test_other_settings_are_refused_in_the_middle_too(source: Path, tmp_path: Pa
         {"layer_config": {"mlp.down_proj": {"bits": 8}}},
         {"ignore_layers": "v_proj"},
         {"quant_lm_head": True},
-        {"iters": 3},
+        {"iters": 5},
         {"nsamples": 4},
         {"seqlen": 12},
         {"batch_size": 3},
         {"gradient_accumulate_steps": 2},
-        {"lr": 0.01},
+        {"lr": 0.012},
         {"minmax_lr": 0.01},
         {"momentum": 0.9},
         {"enable_minmax_tuning": False},
-        {"not_use_best_mse": True},
+        {"keep": "best"},
+        {"recipe": "auto-round"},
         {"enable_quanted_input": False},
         {"nblocks": 2},
         {"dataset": TOKENS.flip(0)},
@@ -210,7 +215,7 @@ def test_other_settings_are_refused_in_the_middle_too(source: Path, tmp_path: Pa
     ids=lambda change: next(iter(change)),
 )
 def test_every_argument_changes_the_checkpoint(source: Path, tmp_path: Path, baseline: dict[str, str], change: dict[str, object]) -> None:
-    run(source, tmp_path, **{"iters": 6, **change})
+    run(source, tmp_path, **{**TUNED, **change})
     names = [name for name in contents(tmp_path) if name.endswith(".safetensors")]
     assert {name: contents(tmp_path)[name] for name in names} != {name: baseline.get(name) for name in names}
 
@@ -218,7 +223,9 @@ def test_every_argument_changes_the_checkpoint(source: Path, tmp_path: Path, bas
 @pytest.fixture(scope="module")
 def baseline(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("baseline")
-    run(source, folder, iters=6)
+    record = run(source, folder, **TUNED)
+    blocks = record["blocks"]
+    assert isinstance(blocks, list) and {block["kept"] for block in blocks} == {"tuned"}
     return contents(folder)
 
 

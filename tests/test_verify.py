@@ -158,7 +158,7 @@ def test_a_flipped_bit_in_the_codes(copy: Callable[[str], Path], source: Path, f
 
 
 def test_tuned_codes_and_a_flipped_byte_in_them(source: Path, tmp_path: Path) -> None:
-    make(source, tmp_path, bits=3, iters=3, dataset=TOKENS, seqlen=16, nsamples=4, batch_size=2, lr=0.2, not_use_best_mse=True)
+    make(source, tmp_path, bits=3, iters=3, dataset=TOKENS, seqlen=16, nsamples=4, batch_size=2, lr=0.2, recipe="auto-round", keep="last")
     whole = verify(tmp_path, source)
     assert whole.ok and max(layer.relative_rmse / layer.bound for layer in whole.layers) > 0.5
     overwrite(tmp_path, codes_of("auto_round"), lambda words: words.view(-1)[5].bitwise_xor_(0xFF00))
@@ -365,8 +365,8 @@ def test_every_rounding_is_within_the_bounds(bits: int, group: int, symmetric: b
     rows = 1 if group == 0 else 24 * 64 // (64 if group == -1 else group)
     offset = torch.rand(rows, 24 * 64 // rows, generator=random) - 0.5
     tuned, plain = round_weight(weight, scheme, offset, clip, 1.0), round_weight(weight, scheme)
-    assert far_codes(tuned, weight, nearest=False, exact=True) == 0
-    assert far_codes(plain, weight, nearest=True, exact=True) == 0
+    assert far_codes(tuned, weight, travel=0.5, exact=True) == 0
+    assert far_codes(plain, weight, travel=0.0, exact=True) == 0
     error = layer_error("layer", scheme, plain.dequantize(), weight)
     assert error.relative_rmse <= 0.6 * error.bound or error.bound == 1.1
     assert error.relative_rmse <= error.bound

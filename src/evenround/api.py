@@ -3,15 +3,17 @@
 Both build the same `Job` as the command line; there is no other way in.
 """
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import transformers
 from torch import nn
 
 from evenround.checkpoint import parse_size
-from evenround.config import ComputeDtype, DataConfig, DeviceConfig, OutputConfig, TuneConfig
+from evenround.config import RECIPES, ComputeDtype, DataConfig, DeviceConfig, OutputConfig, tune_config
 from evenround.errors import UserError
 from evenround.pipeline import Job, Progress, run
 from evenround.scheme import Override, Scheme, SchemeRules, parse_layer_config, preset
@@ -35,16 +37,17 @@ def quantize(
     layer_config: str | Mapping[str, Override] | None = None,
     ignore_layers: str | Sequence[str] = (),
     quant_lm_head: bool = False,
-    iters: int = 200,
-    nsamples: int = 128,
+    recipe: str = "default",
+    iters: int | None = None,
+    nsamples: int | None = None,
     seqlen: int = 2048,
     batch_size: int = 8,
     gradient_accumulate_steps: int = 1,
     lr: float | None = None,
     minmax_lr: float | None = None,
-    momentum: float = 0.0,
+    momentum: float | None = None,
+    keep: Literal["best", "last"] | None = None,
     enable_minmax_tuning: bool = True,
-    not_use_best_mse: bool = False,
     enable_quanted_input: bool = True,
     nblocks: int = 1,
     dataset: object = None,
@@ -59,7 +62,8 @@ def quantize(
 ) -> dict[str, object]:
     """Quantize the model in directory `model` (or of that hub id) into `output_dir`; returns the run record.
 
-    Arguments are auto-round's. Running the same call again after an interruption goes on; other settings are refused unless `overwrite`.
+    Arguments are auto-round's; `recipe` gives those that are None (`auto-round`: upstream's own optimizer). Running the same call again
+    after an interruption goes on; other settings are refused unless `overwrite`.
     Raises `UserError` for any wrong input, with what to do next.
     """
     job = Job(
@@ -70,20 +74,21 @@ def quantize(
             layer_config=parse_layer_config(layer_config) if isinstance(layer_config, str) else dict(layer_config or {}),
             quant_lm_head=quant_lm_head,
         ),
-        tune=TuneConfig(
+        tune=tune_config(
+            recipe,
             iters=iters,
-            batch_size=batch_size,
-            gradient_accumulate_steps=gradient_accumulate_steps,
             lr=lr,
             minmax_lr=minmax_lr,
             momentum=momentum,
+            keep=keep,
+            batch_size=batch_size,
+            gradient_accumulate_steps=gradient_accumulate_steps,
             minmax_tuning=enable_minmax_tuning,
-            keep="last" if not_use_best_mse else "best",
             quantized_inputs=enable_quanted_input,
             nblocks=nblocks,
             seed=seed,
         ),
-        data=DataConfig(dataset=dataset, nsamples=nsamples, seqlen=seqlen),
+        data=DataConfig(dataset=dataset, nsamples=RECIPES[recipe].nsamples if nsamples is None else nsamples, seqlen=seqlen),
         output=OutputConfig(
             output_dir=Path(output_dir), formats=_names(format), max_shard_size=parse_size(max_shard_size), overwrite=overwrite
         ),
@@ -118,16 +123,17 @@ class AutoRound:
         ignore_layers: str | Sequence[str] = (),
         quant_lm_head: bool = False,
         dataset: object = None,
-        iters: int = 200,
+        recipe: str = "default",
+        iters: int | None = None,
         seqlen: int = 2048,
-        nsamples: int = 128,
+        nsamples: int | None = None,
         batch_size: int = 8,
         gradient_accumulate_steps: int = 1,
         lr: float | None = None,
         minmax_lr: float | None = None,
-        momentum: float = 0.0,
+        momentum: float | None = None,
+        keep: Literal["best", "last"] | None = None,
         enable_minmax_tuning: bool = True,
-        not_use_best_mse: bool = False,
         enable_quanted_input: bool = True,
         nblocks: int = 1,
         device_map: str = "auto",
@@ -137,7 +143,33 @@ class AutoRound:
         if isinstance(model, nn.Module) and tokenizer is None:
             raise UserError("AutoRound(model=<module>) needs tokenizer=: the checkpoint is saved with it")
         self._model, self._tokenizer = model, tokenizer
-        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "tokenizer", "__class__")}
+        self._quantize = functools.partial(
+            quantize,
+            scheme=scheme,
+            bits=bits,
+            group_size=group_size,
+            sym=sym,
+            layer_config=layer_config,
+            ignore_layers=ignore_layers,
+            quant_lm_head=quant_lm_head,
+            dataset=dataset,
+            recipe=recipe,
+            iters=iters,
+            seqlen=seqlen,
+            nsamples=nsamples,
+            batch_size=batch_size,
+            gradient_accumulate_steps=gradient_accumulate_steps,
+            lr=lr,
+            minmax_lr=minmax_lr,
+            momentum=momentum,
+            keep=keep,
+            enable_minmax_tuning=enable_minmax_tuning,
+            enable_quanted_input=enable_quanted_input,
+            nblocks=nblocks,
+            device_map=device_map,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
 
     def quantize_and_save(
         self,
@@ -148,12 +180,12 @@ class AutoRound:
         overwrite: bool = False,
     ) -> dict[str, object]:
         """Quantize and write `output_dir` (one folder a format if there are several); returns the run record."""
+        run_on = functools.partial(self._quantize, output_dir=output_dir, format=format, max_shard_size=max_shard_size, overwrite=overwrite)
         model = self._model
-        where = {"format": format, "max_shard_size": max_shard_size, "overwrite": overwrite}
         if not isinstance(model, nn.Module):
-            return quantize(model, output_dir, **where, **self._arguments)  # type: ignore[arg-type]
+            return run_on(model)
         with tempfile.TemporaryDirectory(prefix="evenround-") as folder:
             model.save_pretrained(folder)  # type: ignore[operator]
             assert self._tokenizer is not None
             self._tokenizer.save_pretrained(folder)
-            return quantize(folder, output_dir, **where, **self._arguments)  # type: ignore[arg-type]
+            return run_on(folder)

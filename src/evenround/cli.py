@@ -94,7 +94,7 @@ def _add_quantize(parser: _Parser) -> None:
     add = parser.add_argument
     add("model", nargs="?", help="model directory, or hub id")
     add("--model", "--model_name", "--model_name_or_path", dest="model_flag", help="the same as a flag")
-    add("--recipe", choices=sorted(RECIPES), default="default", help="values for iters, nsamples and lr where they are not given")
+    add("--recipe", default="default", help=f"values for what is not given: {', '.join(RECIPES)}")
     group = parser.add_argument_group("scheme")
     add = group.add_argument
     add("--scheme", default="W4A16", help="preset, such as W4A16, W2A16G64, W3A16_ASYM")
@@ -109,11 +109,12 @@ def _add_quantize(parser: _Parser) -> None:
     add("--iters", "--iter", type=int, help="steps per block; 0: round to nearest, no text needed (default: the recipe's)")
     add("--batch_size", "--train_bs", "--bs", type=int, default=8, help="samples of one micro-step")
     add("--gradient_accumulate_steps", type=int, default=1, help="micro-steps per step")
-    add("--lr", type=float, help="step size of the rounding offsets (default: the recipe's, else 1 / iters)")
-    add("--minmax_lr", type=float, help="step size of the clip factors (default: lr)")
-    add("--momentum", type=float, default=0.0, help="decay of the averaged gradient whose sign is followed")
+    add("--lr", type=float, help="step size of the rounding offsets (default: 1 / iters, at most 0.01)")
+    add("--minmax_lr", type=float, help="step size of the clip factors (default: the recipe's share of lr)")
+    add("--momentum", type=float, help="decay of the averaged gradient whose sign is followed (default: the recipe's)")
     add("--disable_minmax_tuning", action="store_true", help="leave the clip factors at 1")
-    add("--not_use_best_mse", action="store_true", help="keep the last iterate instead of the best")
+    add("--keep", choices=("best", "last"), help="the iterate with the lowest mini-batch loss, or the last (default: the recipe's)")
+    add("--not_use_best_mse", action="store_true", help="the same as --keep last")
     add("--disable_quanted_input", action="store_true", help="tune each block on the float model's activations")
     add("--nblocks", type=int, default=1, help="consecutive blocks tuned together")
     add(
@@ -187,9 +188,10 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
         raise UserError("no model given: evenround quantize MODEL_DIRECTORY --output_dir DIR …")
     if options.model and options.model_flag and options.model != options.model_flag:
         raise UserError(f"two models given: {options.model!r} and --model {options.model_flag!r}")
-    recipe = RECIPES[options.recipe]
-    iters = recipe.iters if options.iters is None else options.iters
-    if iters == 0 and not options.disable_opt_rtn:
+    if options.not_use_best_mse and options.keep == "best":
+        raise UserError("--not_use_best_mse asks for the last iterate, --keep best for the best; give one")
+    rounds_only = options.iters == 0 or (options.iters is None and options.recipe == "rtn")
+    if rounds_only and not options.disable_opt_rtn:
         raise UserError(
             "--iters 0 without --disable_opt_rtn asks for rounding with a scale search, which is not implemented yet; add --disable_opt_rtn"
         )
@@ -209,16 +211,17 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
             layer_config=options.layer_config,
             ignore_layers=options.ignore_layers,
             quant_lm_head=options.quant_lm_head,
-            iters=iters,
-            nsamples=recipe.nsamples if options.nsamples is None else options.nsamples,
+            recipe=options.recipe,
+            iters=options.iters,
+            nsamples=options.nsamples,
             seqlen=options.seqlen,
             batch_size=options.batch_size,
             gradient_accumulate_steps=options.gradient_accumulate_steps,
-            lr=recipe.lr if options.lr is None else options.lr,
+            lr=options.lr,
             minmax_lr=options.minmax_lr,
             momentum=options.momentum,
             enable_minmax_tuning=not options.disable_minmax_tuning,
-            not_use_best_mse=options.not_use_best_mse,
+            keep="last" if options.not_use_best_mse else options.keep,
             enable_quanted_input=not options.disable_quanted_input,
             nblocks=options.nblocks,
             dataset=options.dataset,

@@ -61,7 +61,7 @@ class TuneConfig:
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise UserError(f"--momentum {self.momentum!r} must be a number of at least 0 and below 1")
         if self.keep not in ("best", "last"):
-            raise UserError(f"keep {self.keep!r} must be 'best' or 'last' (--not_use_best_mse)")
+            raise UserError(f"keep {self.keep!r} must be 'best' or 'last' (--keep)")
 
     @property
     def step_size(self) -> float:
@@ -78,20 +78,62 @@ class TuneConfig:
 class Recipe:
     """Values for what the user did not set."""
 
-    iters: int
-    nsamples: int
-    lr: float | None = None
+    iters: int = 200
+    nsamples: int = 128
+    largest_lr: float = 0.01
+    """The step size of V is 1 / iters, but not above this: a short run with larger steps ends worse than it began."""
+    minmax_share: float = 0.5
+    """Step size of the clip factors as a share of that of V."""
+    momentum: float = 0.8
+    keep: Literal["best", "last"] = "last"
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "default": Recipe(iters=200, nsamples=128),
+        "default": Recipe(),
         "best": Recipe(iters=1000, nsamples=512),
-        "light": Recipe(iters=50, nsamples=128, lr=5e-3),
+        "light": Recipe(iters=50),
         "rtn": Recipe(iters=0, nsamples=1),
+        "auto-round": Recipe(largest_lr=1.0, minmax_share=1.0, momentum=0.0, keep="best"),
     }
 )
-"""auto-round's recipes."""
+"""auto-round's recipes by name, with our optimizer settings (docs/log.md: why); `auto-round` is upstream's default to the letter."""
+
+
+def tune_config(
+    recipe: str,
+    *,
+    iters: int | None,
+    lr: float | None,
+    minmax_lr: float | None,
+    momentum: float | None,
+    keep: Literal["best", "last"] | None,
+    batch_size: int,
+    gradient_accumulate_steps: int,
+    minmax_tuning: bool,
+    quantized_inputs: bool,
+    nblocks: int,
+    seed: int,
+) -> TuneConfig:
+    """A recipe with the user's values (where not None) on top. Raises `UserError` for an unknown recipe, with the nearest name."""
+    if recipe not in RECIPES:
+        raise UserError(f"no recipe {recipe!r} (--recipe){nearest(recipe, RECIPES) or '.'} Recipes: {', '.join(RECIPES)}")
+    base = RECIPES[recipe]
+    steps = base.iters if iters is None else iters
+    size = min(1 / max(1, steps), base.largest_lr) if lr is None else lr
+    return TuneConfig(
+        iters=steps,
+        batch_size=batch_size,
+        gradient_accumulate_steps=gradient_accumulate_steps,
+        lr=size,
+        minmax_lr=size * base.minmax_share if minmax_lr is None else minmax_lr,
+        momentum=base.momentum if momentum is None else momentum,
+        minmax_tuning=minmax_tuning,
+        keep=base.keep if keep is None else keep,
+        quantized_inputs=quantized_inputs,
+        nblocks=nblocks,
+        seed=seed,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

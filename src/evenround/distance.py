@@ -1,7 +1,8 @@
 """How far quantized weights may be from their originals. Two bounds hold for rounding, tuned or not:
 
-* each code is the neighbour of W / scale + zero point on one of its two sides, clipped to the range; plain rounding takes the nearer one.
-  It finds single damaged codes. It does not hold for methods that move weights before they round them (GPTQ, AWQ);
+* each code is W / scale + V rounded, plus the zero point, clipped to the range, and V cannot travel further than the sum of its steps:
+  about 0.5 with a step size of 1 / iters. It finds single damaged codes. It does not hold for methods that move weights before they round
+  them (GPTQ, AWQ);
 * the RMS error of a layer is at most 0.6 of the RMS step of the grid that plain rounding of the original would use (rounding each weight up
   or down by chance gives 0.58, plain rounding 0.29), and never above 1.1 times the RMS of the weights: another layer's weights give 1.4.
   The first part is no theorem: clip factors far below 1 could exceed it, and no tuning that helps does.
@@ -38,13 +39,13 @@ def layer_error(name: str, scheme: WeightScheme, found: Tensor, original: Tensor
     return LayerError(name=name, scheme=scheme.label, relative_rmse=error / (rms or step), bound=bound)
 
 
-def far_codes(quantized: QuantizedWeight, original: Tensor, *, nearest: bool, exact: bool) -> int:
-    """Number of codes that are no rounding of W / scale + zero point, for `original` float32 `[out, in]`.
+def far_codes(quantized: QuantizedWeight, original: Tensor, *, travel: float, exact: bool) -> int:
+    """Number of codes that are no rounding of W / scale + V + zero point, for `original` float32 `[out, in]`.
 
-    `nearest`: only the nearer neighbour counts, as plain rounding takes it. `exact`: weights were rounded as they are in `original`; else
+    `travel`: the largest V, 0 for plain rounding. `exact`: weights were rounded as they are in `original`; else
     they may have passed through bfloat16 before.
     """
-    tolerance, slack = 0.501 if nearest else 1.001, 0.0 if exact else 2.0**-8
+    tolerance, slack = 0.501 + travel, 0.0 if exact else 2.0**-8
     groups = quantized.scale.shape[1]
     step = max(1, PIECE // max(1, original.shape[1]))
     count = 0

@@ -138,6 +138,8 @@ class _Plan:
     sites: Mapping[str, tuple[tuple[int, ...], Scheme | None]]
     bytes: Mapping[str, int]
     untuned: tuple[str, ...]
+    travel: float
+    """How far V can have gone: the sum of its steps, which fall linearly to 0."""
 
     @staticmethod
     def of(record: Mapping[str, Any] | None, findings: list[Finding]) -> "_Plan | None":
@@ -148,10 +150,12 @@ class _Plan:
             shapes = {str(site["name"]): tuple(site["shape"]) for site in record["sites"]}
             sizes = {name: int(sizes["bytes"]) for name, sizes in record["formats"].items()}
             untuned = [name for block in record["blocks"] if block["kept"] == "untuned" for name in block["blocks"]]
+            tune = record["settings"]["tune"]
+            travel = float(tune["lr"] or 1 / max(1, tune["iters"])) * (tune["iters"] + 1) / 2
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             findings.append(Finding(RECORD, f"is damaged: {error!r}", "delete it to go without, or quantize again"))
             return None
-        return _Plan({name: (shapes[name], scheme) for name, scheme in schemes.items()}, sizes, tuple(untuned))
+        return _Plan({name: (shapes[name], scheme) for name, scheme in schemes.items()}, sizes, tuple(untuned), travel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +268,16 @@ def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], stran
     layer = layer_error(weight.name, scheme, quantized.dequantize(), original)
     far = 0
     if seen.format == "auto_round" or seen.plan is not None:
-        nearest = seen.plan is not None and any(f"{weight.name}.".startswith(f"{name}.") for name in seen.plan.untuned)
-        far = far_codes(quantized, original, nearest=nearest, exact=site.dtype == torch.bfloat16)
+        far = far_codes(quantized, original, travel=_travel(seen.plan, weight.name), exact=site.dtype == torch.bfloat16)
     strange += _judge(layer, far)
     return layer
+
+
+def _travel(plan: "_Plan | None", name: str) -> float:
+    """How far V of layer `name` can have gone. Without a record: what auto-round's largest step size, 2 / iters, allows."""
+    if plan is None:
+        return 1.01
+    return 0.0 if any(f"{name}.".startswith(f"{untuned}.") for untuned in plan.untuned) else plan.travel
 
 
 def _judge(layer: LayerError, far: int) -> Iterator[Finding]:
