@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from evenround.checkpoint import Checkpoint
-from evenround.config import TuneConfig
+from evenround.config import RECIPES, TuneConfig
 from evenround.data import tiny_llama
 from evenround.memory.devices import native_bfloat16
 from evenround.model import embed, skeleton_from
@@ -31,7 +31,7 @@ def measure(model: Path, tokens: int, rounds: int, dtype: torch.dtype) -> dict[s
     skeleton = skeleton_from(model, Checkpoint.open(model))
     ids = torch.randint(3, 1000, (tokens // 256, 256), generator=torch.Generator().manual_seed(0))
     embedded = embed(skeleton, ids, None, dtype, CPU)
-    name, scheme, config = skeleton.block_names[1], preset("W4A16G64").weight, TuneConfig(iters=200)
+    name, scheme, config = skeleton.block_names[1], preset("W4A16G64").weight, TuneConfig(iters=200, momentum=RECIPES["default"].momentum)
     chosen = torch.arange(len(ids))
     with skeleton.materialized([name], dtype):
         sites = tuple((site, scheme) for site in skeleton.sites if site.block == 1)

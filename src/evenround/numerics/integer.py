@@ -117,7 +117,8 @@ CHUNK = 1 << 16
 """Elements a CPU works on at once: 256 KiB of float32 stay in the L2 cache over the dozen passes of one QDQ."""
 
 
-def _chunks(rows: Tensor) -> list[slice]:
+def chunks(rows: Tensor) -> list[slice]:
+    """Slices of the rows of `[groups, size]` to work on one after another: cache-sized on a CPU, everything at once elsewhere."""
     count, size = rows.shape
     step = max(1, CHUNK // size) if rows.device.type == "cpu" else max(1, count)
     return [slice(start, start + step) for start in range(0, count, step)]
@@ -130,7 +131,7 @@ def _part(grid: Grid, at: slice) -> Grid:
 def quantize_dequantize(rows: Tensor, offset: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
     """W' `[groups, size]` in `dtype` for weights `rows` and rounding offsets V of the same shape."""
     result = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    for at in _chunks(rows):
+    for at in chunks(rows):
         part = _part(grid, at)
         codes = round_to_grid(rows[at], None if offset is None else offset[at], part).clamp_(part.lowest, part.highest)
         if not isinstance(part.zero, float):
@@ -148,7 +149,7 @@ def _gradients(grad: Tensor, rows: Tensor, offset: Tensor, grid: Grid) -> tuple[
     wide = _wide(rows)
     grad_offset = torch.empty(rows.shape, dtype=wide, device=rows.device)
     grad_scale, grad_zero = torch.empty_like(grid.scale), torch.empty_like(grid.scale)
-    for at in _chunks(rows):
+    for at in chunks(rows):
         part = _part(grid, at)
         ratio = rows[at] / part.scale
         codes = (ratio + offset[at]).round_()
@@ -236,7 +237,7 @@ def quantize(
         raise OverflowError(f"a scale of magnitude {float(widest.max()):.3g} does not fit float16")
     shift = 2 ** (scheme.bits - 1) if scheme.symmetric else 0
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
-    for at in _chunks(rows):
+    for at in chunks(rows):
         part = _part(grid, at)
         found = round_to_grid(rows[at], None if offset is None else offset[at], part).clamp_(part.lowest, part.highest)
         codes[at] = found.add_(shift).to(torch.uint8)
