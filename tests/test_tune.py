@@ -93,7 +93,9 @@ def test_micro_batches_do_not_change_the_gradient(two_blocks: tuple[list[Block],
 
     def gradients(size: int) -> tuple[float, list[torch.Tensor]]:
         states = [initial_state(block, site, scheme, True) for site, scheme in block.sites]
-        loss = step([block], states, samples, chosen, size, CPU)
+        loss, pending = step([block], states, samples, chosen, size, CPU)
+        for site in pending:
+            site.backward()
         return loss, [parameter.grad for state in states for parameter in state.parameters if parameter.grad is not None]
 
     whole_loss, whole = gradients(8)
@@ -109,7 +111,8 @@ def test_one_step_moves_every_parameter_by_its_step_size(two_blocks: tuple[list[
     config = TuneConfig(iters=1, batch_size=12, lr=0.4, minmax_lr=0.1, keep="last")
     result = tune([block], hidden, config)
     states = [initial_state(block, site, scheme, True) for site, scheme in block.sites]
-    step([block], states, Samples(hidden, run_all([block], hidden, 4, CPU), None), torch.arange(12), 12, CPU)
+    for site in step([block], states, Samples(hidden, run_all([block], hidden, 4, CPU), None), torch.arange(12), 12, CPU)[1]:
+        site.backward()
     agreed = 0
     for state in states:
         offset = -0.4 * torch.sign(state.offset.grad)  # type: ignore[arg-type]

@@ -41,8 +41,8 @@ def measure(model: Path, tokens: int, rounds: int, dtype: torch.dtype) -> dict[s
         weights = {site.name: skeleton.model.get_parameter(site.parameter) for site, _ in sites}
 
         def tuning() -> None:
-            step([block], states, samples, chosen, len(chosen), CPU)
-            follow_sign(states, config, 1.0)
+            _, pending = step([block], states, samples, chosen, len(chosen), CPU)
+            follow_sign(pending, config, 1.0)
 
         def bare() -> None:
             for weight in weights.values():

@@ -11,7 +11,7 @@ architecture whose block arguments do not depend on other blocks' outputs. What 
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,10 +98,24 @@ class Skeleton:
                     owner._parameters[leaf] = by_tensor[tensor_name]
                 else:
                     owner._buffers[leaf] = by_tensor[tensor_name].data.to(before.dtype)
+            filled += self._move_computed_buffers(prefixes, {(id(owner), leaf) for owner, leaf, _, _ in filled}, device)
             yield
         finally:
             for owner, leaf, before, is_parameter in filled:
                 (owner._parameters if is_parameter else owner._buffers)[leaf] = before  # type: ignore[assignment]
+
+    def _move_computed_buffers(
+        self, prefixes: Sequence[str], done: Collection[tuple[int, str]], device: torch.device | str
+    ) -> list[tuple[nn.Module, str, Tensor | nn.Parameter, bool]]:
+        """Buffers that no checkpoint holds (causal masks, frequencies) go where the weights are; returns what to put back."""
+        moved: list[tuple[nn.Module, str, Tensor | nn.Parameter, bool]] = []
+        for path, owner in self.model.named_modules():
+            for leaf, buffer in list(owner._buffers.items()):
+                name = f"{path}.{leaf}".removeprefix(".")
+                if buffer is not None and (id(owner), leaf) not in done and any(_under(name, prefix) for prefix in prefixes):
+                    moved.append((owner, leaf, buffer, False))
+                    owner._buffers[leaf] = buffer.to(device)
+        return moved
 
     def _tensor_name(self, full_name: str) -> str:
         name = self.names.get(self.tied.get(full_name, full_name))
@@ -120,7 +134,7 @@ class Skeleton:
 
 
 def _under(name: str, prefix: str) -> bool:
-    return prefix == "" or name.startswith(prefix + ".")
+    return prefix in ("", name) or name.startswith(prefix + ".")
 
 
 @contextlib.contextmanager
@@ -146,9 +160,16 @@ def load_config(source: Path, trust_remote_code: bool = False) -> transformers.P
         raise UserError(f"{source} has no config.json: give a transformers model directory")
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{source / 'config.json'} cannot be used: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # each configuration class checks its fields in its own way, or not at all
+        raise UserError(f"{source / 'config.json'} cannot be used: {first_line(error)}") from error
     return config
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, on one line; its type when it says little."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines or [""])[0]
+    return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def max_length(config: transformers.PretrainedConfig) -> int | None:
@@ -168,8 +189,8 @@ def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool 
     try:
         with parameters_on_meta():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise UserError(f"{source}: {str(error).splitlines()[0]}; only causal language models can be quantized") from error
+    except Exception as error:  # sizes that make no sense fail wherever a constructor meets them
+        raise UserError(f"{source}: {first_line(error)}; only causal language models with a sound config.json can be quantized") from error
     model.eval()
     names, tied = map_names(model, checkpoint)
     block_names = find_blocks(model)
@@ -209,8 +230,9 @@ def find_sites(
     sites = []
     for number, block_name in enumerate(block_names):
         block = model.get_submodule(block_name)
+        kernels = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Conv1d)}  # short convolutions stay
         for name, parameter in block.named_parameters():
-            if parameter.ndim > 2:
+            if parameter.ndim > 2 and name not in kernels:
                 raise UserError(
                     f"{block_name}.{name} is a fused expert tensor {list(parameter.shape)}: mixture-of-experts models are not supported yet"
                 )
@@ -288,7 +310,18 @@ class BlockCall:
 
         args, kwargs = pytree.tree_map(fill, (self.args, dict(self.kwargs)), is_leaf=lambda node: isinstance(node, _Leaf))
         output = block(*args, **kwargs, **{self.hidden_key: hidden}) if self.hidden_key else block(hidden, *args, **kwargs)
+        _refuse_shared_state(args, kwargs)
         return output[0] if self.returns_tuple else output  # type: ignore[index, return-value]
+
+
+def _refuse_shared_state(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    """Raise `UserError` when a block has left something in a mapping that it was given: a later block would find another sample's."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, MutableMapping) and not isinstance(value, dict) and len(value):
+            raise UserError(
+                f"the blocks of this model hand each other state ({type(value).__name__}, as models that share keys and values between "
+                "layers do): tuning them one after another is not supported yet"
+            )
 
 
 @dataclass(slots=True)
@@ -366,22 +399,28 @@ EMBED_BATCH = 8
 
 
 def outside_blocks(skeleton: Skeleton) -> list[str]:
-    """Modules with own parameters outside of the blocks and the output head (embeddings, final norm)."""
+    """Modules with own parameters or buffers outside of the blocks and the output head (embeddings, final norm).
+
+    Of a module that holds the blocks, too, the names of its own parameters and buffers: its own name would stand for all blocks.
+    """
     head = skeleton.sites[-1].name if skeleton.sites[-1].is_head else None
     inside = skeleton.block_names
     found = []
     for name, module in skeleton.model.named_modules():
-        own = any(True for _ in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)))
-        if own and name != head and not any(name == block or _under(name, block) for block in inside):
-            found.append(name)
+        leaves = [leaf for leaf, tensor in itertools.chain(module._parameters.items(), module._buffers.items()) if tensor is not None]
+        if not leaves or name == head or any(_under(name, block) for block in inside):
+            continue
+        holds_blocks = any(_under(block, name) for block in inside)
+        found += [f"{name}.{leaf}".removeprefix(".") for leaf in leaves] if holds_blocks else [name]
     return found
 
 
 def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.dtype, device: torch.device | str) -> Embedded:
     """Hidden states before block 0 for `tokens` `[samples, tokens]` (`mask`: bool, False where padded), and the calls of all blocks.
 
-    Batches of one and of two samples are compared, to learn which arguments grow with the batch. With a mask, the sample with most padding
-    leads every batch and its rows are dropped: transformers leaves the mask out of a batch that has no padding.
+    Batches of one and of two samples are compared, to learn which arguments grow with the batch, and two samples with each other, to learn
+    which depend on the tokens (per-layer embeddings). With a mask, the sample with most padding leads every batch and its rows are dropped:
+    transformers leaves the mask out of a batch that has no padding. Raises `UserError` for arguments that depend on the tokens in other ways.
     """
     base = skeleton.model.base_model
     lead = int(mask.sum(1).argmin()) if mask is not None else None
@@ -396,16 +435,20 @@ def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.
     with skeleton.materialized(outside_blocks(skeleton), dtype, device), torch.no_grad():
         one, two = (forward([0]), forward([0, 0])) if lead is None else (forward([]), forward([0]))
         grows = [_growing(a, b) for a, b in zip(one, two, strict=True)]
+        other = one if lead is not None or len(tokens) == 1 else forward([len(tokens) - 1])
+        of_tokens = any(_depend_on_tokens(*pair) for pair in zip(skeleton.block_names, one, other, grows, strict=True))
         hidden = torch.empty(len(tokens), *one[0].hidden.shape[1:], dtype=dtype)
         parts: list[list[_Recorded]] = []
         for start in range(0, len(tokens), EMBED_BATCH):
             rows = list(range(start, min(start + EMBED_BATCH, len(tokens))))
             records = forward(rows)
             hidden[rows] = records[0].hidden[-len(rows) :].to("cpu")
-            if mask is not None:
+            if mask is not None or of_tokens:
+                for record in records:
+                    record.hidden = record.hidden[:0].clone()  # of these only the arguments are wanted
                 parts.append(records)
     interned: dict[tuple[int, int], _Leaf] = {}
-    calls = [_call(number, one[number], grows[number], parts, interned) for number in range(len(one))]
+    calls = [_call(number, one[number], grows[number], parts, interned, lead is not None) for number in range(len(one))]
     return Embedded(hidden=hidden, calls=tuple(calls))
 
 
@@ -422,7 +465,17 @@ def _growing(one: _Recorded, two: _Recorded) -> list[int]:
     return rows
 
 
-def _call(number: int, one: _Recorded, grows: list[int], parts: list[list[_Recorded]], interned: dict[tuple[int, int], _Leaf]) -> BlockCall:
+def _depend_on_tokens(name: str, one: _Recorded, other: _Recorded, grows: list[int]) -> bool:
+    """Whether a tensor argument of block `name` is another one for another sample."""
+    differ = [not torch.equal(a, b) for a, b in zip(_tensors(one), _tensors(other), strict=True)]
+    if any(changed and not rows for changed, rows in zip(differ, grows, strict=True)):
+        raise UserError(f"{name} is called with an argument that depends on the tokens and has no batch dimension: not supported")
+    return any(differ)
+
+
+def _call(
+    number: int, one: _Recorded, grows: list[int], parts: list[list[_Recorded]], interned: dict[tuple[int, int], _Leaf], led: bool
+) -> BlockCall:
     position = itertools.count()
 
     def leaf_for(leaf: object) -> object:
@@ -433,7 +486,7 @@ def _call(number: int, one: _Recorded, grows: list[int], parts: list[list[_Recor
         distinct = rows > 0 and bool(parts)
         key = (id(leaf), rows)
         if key not in interned:
-            values = torch.cat([_tensors(part[number])[index][rows:] for part in parts]) if distinct else leaf
+            values = torch.cat([_tensors(part[number])[index][rows if led else 0 :].to("cpu") for part in parts]) if distinct else leaf
             interned[key] = _Leaf(values, rows, distinct)
         return interned[key]
 
@@ -446,13 +499,21 @@ def head_inputs(
     skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, hidden: Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """What enters the output head, `[samples, tokens, hidden]`, when the last block gives `hidden` `[samples, tokens, hidden]`."""
-    base = skeleton.model.base_model
-    result = torch.empty_like(hidden)
+    head = skeleton.model.get_submodule(skeleton.sites[-1].name)
+    parts: list[Tensor] = []
+
+    def take(entering: Tensor) -> Tensor:
+        parts.append(entering.to("cpu"))
+        return entering[..., :1]  # in place of logits that nobody needs
+
     with skeleton.materialized(outside_blocks(skeleton), dtype, device), torch.no_grad():
-        for start in range(0, len(tokens), EMBED_BATCH):
-            rows = slice(start, start + EMBED_BATCH)
-            with recording(skeleton, replace=hidden[rows].to(device)):
-                attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
-                output = base(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
-            result[rows] = output.last_hidden_state.to("cpu")
-    return result
+        head.forward = take
+        try:
+            for start in range(0, len(tokens), EMBED_BATCH):
+                rows = slice(start, start + EMBED_BATCH)
+                with recording(skeleton, replace=hidden[rows].to(device)):
+                    attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
+                    skeleton.model(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)
+        finally:
+            del head.forward
+    return torch.cat(parts)

@@ -202,10 +202,25 @@ class _Draw:
         return chosen
 
 
+@dataclass(slots=True)
+class Pending:
+    """A site whose quantized weight W' has its gradient, but whose tuning parameters do not yet."""
+
+    state: SiteState
+    weight: Tensor
+    """W' `[out, in]`, with the graph back to the tuning parameters."""
+    gradient: Tensor
+    """Of the loss by W', in the compute dtype."""
+
+    def backward(self) -> None:
+        """Gradients of the tuning parameters, in their `.grad`; the graph is used up."""
+        self.weight.backward(self.gradient)  # type: ignore[no-untyped-call]
+
+
 def step(
     blocks: Sequence[Block], states: Sequence[SiteState], samples: Samples, chosen: Tensor, micro_batch: int, device: torch.device
-) -> float:
-    """Loss of the current parameters on the samples `chosen`, and its gradients in `.grad` of the parameters.
+) -> tuple[float, list[Pending]]:
+    """Loss of the current parameters on the samples `chosen`, and the gradients of the quantized weights.
 
     `micro_batch` samples go through the blocks at a time; gradients of the quantized weights add up, so it changes memory, not mathematics.
     """
@@ -220,26 +235,37 @@ def step(
         error = squared_error(output, samples.target(blocks, part, device), mask) / (tokens * output.shape[-1])
         error.backward()  # type: ignore[no-untyped-call]
         loss += float(error.detach())
-    for name, weight in quantized.items():
-        weight.backward(leaves[name].grad)  # type: ignore[no-untyped-call]
-        leaves[name].grad = None
-    return loss
+    pending = []
+    for state in states:
+        gradient = leaves[state.site.name].grad
+        if gradient is not None:  # a weight that no sample reaches has none
+            pending.append(Pending(state, quantized[state.site.name], gradient))
+    return loss, pending
 
 
-def follow_sign(states: Sequence[SiteState], config: TuneConfig, fraction: float) -> None:
-    """One update: each parameter moves by its step size times `fraction`, against the sign of its (averaged) gradient."""
+def follow_sign(pending: list[Pending], config: TuneConfig, fraction: float) -> None:
+    """One update: each parameter moves by its step size times `fraction`, against the sign of its (averaged) gradient.
+
+    Empties `pending` site by site, so that the 4-byte gradient of V exists for one weight matrix at a time.
+    """
+    while pending:
+        site = pending.pop()
+        site.backward()
+        _update(site.state, config, fraction)
+
+
+def _update(state: SiteState, config: TuneConfig, fraction: float) -> None:
     with torch.no_grad():
-        for state in states:
-            if config.momentum and not state.averages:
-                state.averages = [torch.zeros_like(parameter) for parameter in state.parameters]
-            for index, parameter in enumerate(state.parameters):
-                if parameter.grad is None:
-                    continue
-                size = (config.step_size if index == 0 else config.clip_step_size) * fraction
-                _move(parameter, parameter.grad, state.averages[index] if config.momentum else None, config.momentum, size)
-                if index > 0:
-                    parameter.clamp_(0, 1)
-                parameter.grad = None
+        if config.momentum and not state.averages:
+            state.averages = [torch.zeros_like(parameter) for parameter in state.parameters]
+        for index, parameter in enumerate(state.parameters):
+            if parameter.grad is None:
+                continue
+            size = (config.step_size if index == 0 else config.clip_step_size) * fraction
+            _move(parameter, parameter.grad, state.averages[index] if config.momentum else None, config.momentum, size)
+            if index > 0:
+                parameter.clamp_(0, 1)
+            parameter.grad = None
 
 
 def _move(parameter: Tensor, gradient: Tensor, average: Tensor | None, momentum: float, size: float) -> None:
@@ -285,7 +311,7 @@ def tune_block(
     losses: list[float] = []
     best_loss, best_iteration, best = math.inf, 0, untuned
     for iteration in range(config.iters):
-        loss = step(blocks, states, samples, draw.next(), batch, device)
+        loss, pending = step(blocks, states, samples, draw.next(), batch, device)
         losses.append(loss)
         if on_step:
             on_step(iteration, loss)
@@ -295,7 +321,7 @@ def tune_block(
         if config.keep == "best" and loss < best_loss:
             best_loss, best_iteration = loss, iteration
             best = {state.site.name: state.export() for state in states}
-        follow_sign(states, config, 1 - iteration / config.iters)
+        follow_sign(pending, config, 1 - iteration / config.iters)
     if config.keep == "last":
         best_iteration, best = config.iters, {state.site.name: state.export() for state in states}
     del states
