@@ -216,6 +216,14 @@ def test_fingerprint(tmp_path: Path) -> None:
     assert len({print_a, *(Checkpoint.open(tmp_path / name).fingerprint() for name in "cd")}) == 3
 
 
+def test_fingerprint_sees_a_tensor_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """A model tuned further keeps its embeddings and norms, and with them the beginning and the end of its files."""
+    data = {"a": torch.zeros(100_000), "b": torch.zeros(100), "c": torch.zeros(100_000)}
+    write_all(tmp_path / "before", data, 10**9)
+    write_all(tmp_path / "after", data | {"b": torch.ones(100)}, 10**9)
+    assert Checkpoint.open(tmp_path / "before").fingerprint() != Checkpoint.open(tmp_path / "after").fingerprint()
+
+
 # ---------------------------------------------------------------------------------------------------------- hostile files
 
 

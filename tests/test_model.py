@@ -10,7 +10,7 @@ import transformers
 from conftest import ARCHITECTURES, SMALL, save_model
 from evenround.checkpoint import Checkpoint
 from evenround.errors import UserError
-from evenround.model import Skeleton, embed, head_inputs, skeleton_from
+from evenround.model import Skeleton, embed, head_inputs, outside_blocks, skeleton_from
 from evenround.tune import Block, run_all
 
 CPU = torch.device("cpu")
@@ -194,3 +194,95 @@ def test_fused_experts_are_refused(tmp_path: Path) -> None:
     save_model(transformers.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), tmp_path)
     with pytest.raises(UserError, match="mixture-of-experts"):
         open_skeleton(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------- architectures that want more than hidden states
+
+GEMMA4 = {**SMALL, "sliding_window": 8, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16, "global_head_dim": 16}
+IN_TURN = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+def gemma4(**changes: object) -> transformers.PretrainedConfig:
+    if "gemma4_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers knows no Gemma 4")
+    return transformers.CONFIG_MAPPING["gemma4_text"](**{**GEMMA4, "num_kv_shared_layers": 0, "num_hidden_layers": 4, **changes})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_arguments_that_depend_on_the_tokens_are_each_samples_own(padded: bool, tmp_path: Path) -> None:
+    """Gemma 4 gives every layer an embedding of the tokens, with a mask or without."""
+    model = save_model(gemma4(layer_types=IN_TURN), tmp_path)
+    tokens = torch.randint(3, 128, (11, 24), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(11, 24, dtype=torch.bool)
+    mask[9, 13 if padded else 24 :] = False
+    with torch.no_grad():
+        expected = model.model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).last_hidden_state @ model.lm_head.weight.t()
+    found = logits_block_by_block(open_skeleton(tmp_path), tokens, mask if padded else None, batch=4)
+    torch.testing.assert_close(found[mask], expected[mask], atol=2e-4, rtol=1e-3)
+
+
+def test_keys_shared_between_layers_are_refused(tmp_path: Path) -> None:
+    save_model(gemma4(layer_types=IN_TURN, num_kv_shared_layers=2), tmp_path)
+    with pytest.raises(UserError, match="layers of this model use what earlier layers leave in a KVSharingDict .* not supported yet"):
+        embed(open_skeleton(tmp_path), torch.randint(3, 128, (4, 16)), None, torch.float32, "cpu")  # before any block is tuned
+
+
+def test_buffers_of_the_module_that_holds_the_blocks_do_not_draw_the_blocks_in(tmp_path: Path) -> None:
+    """GPT BigCode's causal mask belongs to the module above the blocks."""
+    save_model(transformers.GPTBigCodeConfig(vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=64), tmp_path)
+    skeleton = open_skeleton(tmp_path)
+    assert "transformer.bias" in outside_blocks(skeleton) and "transformer" not in outside_blocks(skeleton)
+    with skeleton.materialized(outside_blocks(skeleton), torch.float32):
+        assert {parameter.device.type for parameter in skeleton.block(0).parameters()} == {"meta"}
+        assert skeleton.model.get_submodule("transformer.wte").weight.device.type == "cpu"
+
+
+def test_computed_buffers_go_where_the_weights_go(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path)
+    skeleton = open_skeleton(tmp_path)
+    rotary = skeleton.model.get_submodule("model.rotary_emb")
+    with skeleton.materialized(outside_blocks(skeleton), torch.float32, "meta"):
+        assert rotary.inv_freq.device.type == "meta"
+    assert rotary.inv_freq.device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["opt-350m", "bert"])
+def test_what_enters_the_head_is_what_the_model_gives_it(name: str, tmp_path: Path) -> None:
+    """OPT-350m projects to a narrower embedding before its head, BERT has a layer there."""
+    size = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    config = {
+        "opt-350m": transformers.OPTConfig(**size, ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False, pad_token_id=0),
+        "bert": transformers.BertConfig(**size, intermediate_size=96, is_decoder=True),
+    }[name]
+    model = save_model(config, tmp_path)
+    tokens = torch.randint(3, 128, (3, 16))
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(logits_block_by_block(open_skeleton(tmp_path), tokens, None, batch=2), expected, atol=2e-4, rtol=1e-3)
+
+
+def test_short_convolutions_stay_as_they_are(tmp_path: Path) -> None:
+    config = transformers.Lfm2Config(**{**SMALL, "layer_types": ["conv", "full_attention", "conv"]})
+    model = save_model(config, tmp_path)
+    skeleton, tokens = open_skeleton(tmp_path), torch.randint(3, 128, (3, 16))
+    assert not any(site.name.endswith("conv.conv") for site in skeleton.sites)
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(logits_block_by_block(skeleton, tokens, None, batch=2), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "abc"), ("hidden_size", -4), ("num_attention_heads", 0), ("vocab_size", 10**13), ("quantization_config", "abc"),
+        ("hidden_act", "nope"), ("rope_parameters", [1, 2]), ("model_type", ["x"]), ("intermediate_size", None), ("layer_types", ["a"]),
+        ("pad_token_id", 99999), ("num_hidden_layers", 0),
+    ],
+)  # fmt: skip
+def test_a_config_that_makes_no_sense_is_a_clear_error(key: str, value: object, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(UserError, match="config.json|no list of decoder blocks") as caught:
+        open_skeleton(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1

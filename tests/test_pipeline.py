@@ -277,6 +277,25 @@ def test_a_quantized_tied_head_is_untied(source: Path, tmp_path: Path) -> None:
     assert isinstance(blocks, list) and blocks[-1]["blocks"] == ["lm_head"] and blocks[-1]["rtn_loss"] > 0
 
 
+def test_a_quantized_head_is_untied_also_if_the_file_had_one_of_its_own(source: Path, tmp_path: Path) -> None:
+    """Readers that obey tie_word_embeddings would put the embedding in its place."""
+    save_model(ARCHITECTURES["llama_tied"], tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    state = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, path, {"format": "pt"})
+    run(tmp_path / "source", tmp_path / "made", iters=0, quant_lm_head=True, format="fake")
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_overwrite_leaves_no_tokenizer_files_of_the_earlier_model(source: Path, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path / "other")  # has no chat template
+    run(source, tmp_path / "made", iters=0)
+    (tmp_path / "made" / "notes.txt").write_text("mine")
+    assert (tmp_path / "made" / "chat_template.jinja").exists()
+    run(tmp_path / "other", tmp_path / "made", iters=0, overwrite=True)
+    assert not (tmp_path / "made" / "chat_template.jinja").exists() and (tmp_path / "made" / "notes.txt").exists()
+
+
 def test_gpt2_is_quantized_transposed(tmp_path: Path) -> None:
     model = save_model(ARCHITECTURES["gpt2"], tmp_path / "source")
     run(tmp_path / "source", tmp_path / "made", format="fake")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,11 @@ def test_a_verification_is_drawn() -> None:
     for part in ("1 finding(s)", "[place]", "is wrong", "mend it"):
         assert part in text, part
     assert "nothing wrong" not in text
+
+
+@pytest.mark.parametrize("value", [7, {"a": 1}, [], [None]])
+def test_architectures_that_are_no_names(value: object, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "fake", tmp_path / "fake")
+    config = json.loads((tmp_path / "fake" / "config.json").read_text())
+    (tmp_path / "fake" / "config.json").write_text(json.dumps({**config, "architectures": value}))
+    assert show(tmp_path / "fake")["architecture"] is None

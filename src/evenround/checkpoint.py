@@ -127,7 +127,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """sha256 over each file's name, size and header, and the first, middle and last 4 KiB of every tensor; no times of change.
 
-        Samples of every tensor, not of every file: a model tuned further often keeps its embeddings and norms, with which files begin and end.
+        Of every tensor, not of every file: a model tuned further often keeps the embeddings and norms with which files begin and end.
         """
         digest = hashlib.sha256()
         for shard in self.shards:

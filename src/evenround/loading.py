@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from evenround.checkpoint import Checkpoint, TensorSpec
 from evenround.errors import UserError
 from evenround.export import StoredWeight, read_schemes
-from evenround.model import Skeleton, find_blocks, find_sites, load_config, map_names, parameters_on_meta, skeleton_from
+from evenround.model import Skeleton, find_blocks, find_sites, first_line, load_config, map_names, parameters_on_meta, skeleton_from
 from evenround.tensorfile import file_size, load_json, read_range
 
 PACKED_LEAVES = frozenset(
@@ -75,8 +75,8 @@ def empty_model(path: Path, trust_remote_code: bool = False) -> nn.Module:
     try:
         with parameters_on_meta():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError) as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}; only causal language models can be loaded") from error
+    except Exception as error:  # sizes that make no sense fail wherever a constructor meets them
+        raise UserError(f"{path}: {first_line(error)}; only causal language models can be loaded") from error
     return model.eval()  # type: ignore[no-any-return]
 
 

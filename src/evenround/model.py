@@ -10,6 +10,7 @@ architecture whose block arguments do not depend on other blocks' outputs. What 
 """
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class Skeleton:
     def _tensor_name(self, full_name: str) -> str:
         name = self.names.get(self.tied.get(full_name, full_name))
         if name is None:
-            raise UserError(f"the checkpoint has no tensor for {full_name}; it is incomplete, or not of the architecture in config.json")
+            raise _no_tensor(full_name)
         return name
 
     def _read(self, tensor_name: str, full_name: str, like: Tensor, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -131,6 +132,14 @@ class Skeleton:
             bad = int((~torch.isfinite(tensor)).sum())
             raise UserError(f"{tensor_name} holds {bad} NaN or infinite value(s): the checkpoint is damaged; get it anew")
         return nn.Parameter(tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device), requires_grad=False)
+
+
+def _no_tensor(name: str) -> UserError:
+    save = "save_pretrained('NEW_DIR', save_original_format=False)"
+    return UserError(
+        f"the checkpoint has no tensor for {name}; it is incomplete, or not of the architecture in config.json, or transformers renames "
+        f"its tensors as it loads them: then load it with transformers, write it with {save} and quantize NEW_DIR"
+    )
 
 
 def _under(name: str, prefix: str) -> bool:
@@ -234,7 +243,8 @@ def find_sites(
         for name, parameter in block.named_parameters():
             if parameter.ndim > 2 and name not in kernels:
                 raise UserError(
-                    f"{block_name}.{name} is a fused expert tensor {list(parameter.shape)}: mixture-of-experts models are not supported yet"
+                    f"{block_name}.{name} has {parameter.ndim} dimensions {list(parameter.shape)}: such weights (fused experts of "
+                    "mixture-of-experts models, recurrent layers) are not supported yet"
                 )
         for name, module in block.named_modules(prefix=block_name):
             if isinstance(module, (nn.Linear, Conv1D)):
@@ -255,7 +265,7 @@ def _tied_head(model: transformers.PreTrainedModel, head: str, names: Mapping[st
 def _site(name: str, module: nn.Linear | Conv1D, checkpoint: Checkpoint, names: Mapping[str, str], block: int | None) -> Site:
     parameter = name + ".weight"
     if parameter not in names:
-        raise UserError(f"the checkpoint has no tensor for {parameter}; it is incomplete, or not of the architecture in config.json")
+        raise _no_tensor(parameter)
     transposed = isinstance(module, Conv1D)
     rows, columns = module.weight.shape
     return Site(
@@ -309,19 +319,8 @@ class BlockCall:
             return leaf.select(samples, hidden.device) if isinstance(leaf, _Leaf) else leaf
 
         args, kwargs = pytree.tree_map(fill, (self.args, dict(self.kwargs)), is_leaf=lambda node: isinstance(node, _Leaf))
-        output = block(*args, **kwargs, **{self.hidden_key: hidden}) if self.hidden_key else block(hidden, *args, **kwargs)
-        _refuse_shared_state(args, kwargs)
+        output = _call_block(block, hidden, self.hidden_key, args, kwargs)
         return output[0] if self.returns_tuple else output  # type: ignore[index, return-value]
-
-
-def _refuse_shared_state(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Raise `UserError` when a block has left something in a mapping that it was given: a later block would find another sample's."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, MutableMapping) and not isinstance(value, dict) and len(value):
-            raise UserError(
-                f"the blocks of this model hand each other state ({type(value).__name__}, as models that share keys and values between "
-                "layers do): tuning them one after another is not supported yet"
-            )
 
 
 @dataclass(slots=True)
@@ -346,7 +345,8 @@ def recording(skeleton: Skeleton, replace: Tensor | None = None) -> Iterator[lis
             hidden = args[0] if args else kwargs.pop("hidden_states")
             assert isinstance(hidden, Tensor)
             rest = args[1:]
-            as_tuple = records[0].returns_tuple if records else _gives_tuple(block, forward, args, kwargs, hidden, key)
+            known = bool(records) and not _handed_on((args, kwargs))  # where blocks hand state on, each is asked whether it needs any
+            as_tuple = records[0].returns_tuple if known else _gives_tuple(block, forward, rest, kwargs, hidden, key)
             records.append(_Recorded(hidden, rest, kwargs, key, as_tuple))
             output = replace if replace is not None and number == last else hidden
             return (output,) if as_tuple else output
@@ -370,7 +370,30 @@ def _gives_tuple(block: nn.Module, forward: Callable[..., object], args: tuple, 
 
     with _buffers_on_meta(block), torch.no_grad():
         meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, kwargs))
-        return isinstance(forward(*meta_args, **meta_kwargs, **({key: hidden.to("meta")} if key else {})), tuple)
+        return isinstance(_call_block(forward, hidden.to("meta"), key, meta_args, meta_kwargs), tuple | list)
+
+
+def _handed_on(arguments: object) -> list[MutableMapping]:
+    """Mappings among a block's arguments through which blocks hand each other state, such as keys and values that layers share."""
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, MutableMapping)]
+
+
+def _call_block(block: Callable[..., object], hidden: Tensor, key: str | None, args: tuple, kwargs: dict) -> object:
+    """Call a block. Mappings that it is given are new in each call, since an old one would hold what another batch left there.
+
+    Raises `UserError` for a block that looks for something in one.
+    """
+    handed_on = _handed_on((args, kwargs))
+    if not handed_on:
+        return block(*args, **kwargs, **{key: hidden}) if key else block(hidden, *args, **kwargs)
+    args, kwargs = pytree.tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf, (args, kwargs))
+    try:
+        return block(*args, **kwargs, **{key: hidden}) if key else block(hidden, *args, **kwargs)
+    except KeyError as error:
+        raise UserError(
+            f"layers of this model use what earlier layers leave in a {type(handed_on[0]).__name__} ({error}), as where keys and values "
+            "are shared: tuning them one after another is not supported yet"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -420,7 +443,7 @@ def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.
 
     Batches of one and of two samples are compared, to learn which arguments grow with the batch, and two samples with each other, to learn
     which depend on the tokens (per-layer embeddings). With a mask, the sample with most padding leads every batch and its rows are dropped:
-    transformers leaves the mask out of a batch that has no padding. Raises `UserError` for arguments that depend on the tokens in other ways.
+    transformers leaves the mask out of a batch that has no padding. Raises `UserError` for arguments that depend on tokens in other ways.
     """
     base = skeleton.model.base_model
     lead = int(mask.sum(1).argmin()) if mask is not None else None

@@ -25,6 +25,11 @@ from evenround.scheme import Scheme
 NOT_COPIED = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".md", ".part", ".lock"}
 NOT_COPIED_NAMES = {"config.json", RECORD, "model.safetensors.index.json", "pytorch_model.bin.index.json", "quantization_config.json"}
 MAX_COPIED = 200 * 1024 * 1024
+COMPANIONS = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "*.tiktoken",
+)  # fmt: skip
+"""Files that transformers finds by their names: those of another model must not stay beside this one's."""
 
 
 def folders(output: OutputConfig) -> list[Path]:
@@ -94,13 +99,18 @@ def _settings_of(record: Mapping[str, object]) -> dict[str, object]:
 
 
 def _clear(output: OutputConfig) -> None:
-    """Remove what a run writes, and nothing else; first what says that a checkpoint is whole."""
+    """Remove what a run writes, and nothing else; first what says that a checkpoint is whole.
+
+    Tokenizer and generation files of the earlier model go, too: one that the new source lacks would be taken for its own.
+    """
     shutil.rmtree(output.output_dir / FOLDER, ignore_errors=True)
     for folder in {output.output_dir, *folders(output)}:
         if folder.is_dir():
             for name in ("config.json", RECORD):
                 (folder / name).unlink(missing_ok=True)
             remove_checkpoint(folder)
+            for path in [path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()]:
+                path.unlink(missing_ok=True)
 
 
 def finish_checkpoint(
@@ -124,8 +134,8 @@ def finish_checkpoint(
     quantization = exporter.quantization_config(schemes, skeleton.sites, settings, default, others)
     if quantization is not None:
         config["quantization_config"] = quantization
-    if any(schemes[site.name] and site.parameter in skeleton.tied for site in skeleton.sites):
-        config["tie_word_embeddings"] = False
+    if any(schemes[site.name] and site.is_head for site in skeleton.sites):
+        config["tie_word_embeddings"] = False  # also where the source stores both and says tied: a reader would take the embedding
     atomic_write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 

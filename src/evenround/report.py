@@ -17,6 +17,7 @@ from rich.text import Text
 from evenround.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from evenround.errors import UserError, readable_bytes
 from evenround.export import read_schemes
+from evenround.export.base import are_strings
 from evenround.loading import PACKED_LEAVES, quant_method, read_config
 from evenround.manifest import FOLDER
 from evenround.record import RECORD, read_record
@@ -65,6 +66,7 @@ class _Layer:
 def _checkpoint(path: Path) -> dict[str, Any]:
     config, files, record = read_config(path), Checkpoint.open(path), read_record(path)
     known, method, notes = _of_record(record or {}), quant_method(config), []
+    architectures = config.get("architectures")
     if method is None:
         layers = _fake_layers(files, record or {})
         name = "fake" if record else "float"
@@ -86,7 +88,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "path": str(path),
         "kind": "checkpoint",
         "format": name,
-        "architecture": (config.get("architectures") or [None])[0],
+        "architecture": architectures[0] if are_strings(architectures) and architectures else None,
         "schemes": schemes,
         "layers": [layer.to_dict() for layer in layers],
         "quantized_weights": weights,
