@@ -190,7 +190,9 @@ def _too_short(name: str, tokens: int, seqlen: int) -> UserError:
 
 def _need(tokenizer: PreTrainedTokenizerBase | None, name: str) -> PreTrainedTokenizerBase:
     if tokenizer is None:
-        raise UserError(f"--dataset {name!r} is text and there is no tokenizer; pass tokenizer=…, or token ids as the dataset")
+        raise UserError(
+            f"--dataset {name!r} is text, and the model has no tokenizer that can be loaded; put its tokenizer files beside it, or pass token ids"
+        )
     return tokenizer
 
 

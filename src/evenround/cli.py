@@ -142,7 +142,7 @@ def _add_quantize(parser: _Parser) -> None:
     group = parser.add_argument_group("evaluation afterwards (needs evenround[eval])")
     add = group.add_argument
     add("--tasks", "--task", default="", help="comma list of lm-eval tasks, or YAML files of tasks")
-    add("--eval_bs", type=int, default=8, help="batch size of the evaluation")
+    add("--eval_bs", type=int, help="batch size of the evaluation (default: 8)")
     add("--limit", type=int, help="samples per task")
     add("--num_fewshot", type=int, help="examples in the prompt")
 
@@ -198,6 +198,9 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
     if options.disable_amp and options.compute_dtype not in ("auto", "float32"):
         raise UserError(f"--disable_amp asks for float32, --compute_dtype for {options.compute_dtype}; give one")
     tasks = [task for task in options.tasks.split(",") if task]
+    for flag, value in (("--eval_bs", options.eval_bs), ("--limit", options.limit), ("--num_fewshot", options.num_fewshot)):
+        if value is not None and not tasks:
+            raise UserError(f"{flag} {value} is for --tasks; name some, or leave it out")
     if tasks:
         check_tasks(tasks)
     with TerminalProgress(err) as progress:
@@ -240,7 +243,7 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
         last = options.format.split(",")[-1].strip()
         checkpoint = folder if (folder / "config.json").exists() else folder / last
         summary["tasks"] = run_tasks(
-            checkpoint, tasks, options.eval_bs, options.limit, options.num_fewshot, options.device, _trusted(options)
+            checkpoint, tasks, options.eval_bs or 8, options.limit, options.num_fewshot, options.device, _trusted(options)
         )
     if options.json:
         out.print_json(json.dumps(summary))
@@ -297,6 +300,13 @@ def _show(options: argparse.Namespace, out: Console, err: Console) -> int:
     return 0
 
 
+def _how_to_go_on(options: argparse.Namespace | None) -> str:
+    if options is None or options.command != "quantize":
+        return ""
+    without = " without --overwrite" if options.overwrite else ""
+    return f"; run the same command{without} again to go on where it stopped"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     out, err = (
@@ -304,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    options = None
     try:
         options = build_parser().parse(sys.argv[1:] if arguments is None else arguments)
         command = {"quantize": _quantize, "eval": _eval, "verify": _verify, "show": _show}[options.command]
@@ -312,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         err.print(f"evenround: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        err.print("evenround: interrupted; run the same command again to go on where it stopped", style="bold", highlight=False)
+        err.print(f"evenround: interrupted{_how_to_go_on(options)}", style="bold", highlight=False)
         return 130
     except torch.OutOfMemoryError as error:
         err.print(

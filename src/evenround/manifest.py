@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import safetensors
 import safetensors.torch
@@ -42,6 +43,8 @@ class Manifest:
     settings: Mapping[str, object]
     done: int = 0
     blocks: list[dict[str, object]] = field(default_factory=list)
+    written: dict[str, list[str]] = field(default_factory=dict)
+    """Format → tensors that are in its files."""
 
     @staticmethod
     def exists(output_dir: Path) -> bool:
@@ -58,23 +61,31 @@ class Manifest:
         try:
             saved = json.loads(path.read_text())
             done, blocks, before = int(saved["done"]), list(saved["blocks"]), dict(saved["settings"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            written = {name: list(tensors) for name, tensors in saved["written"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} cannot be read ({error}); start anew with --overwrite") from error
         if saved.get("version") != _VERSION:
             raise UserError(f"{path} was written by another version of evenround; start anew with --overwrite")
         refuse_other_settings(output_dir, before, settings)
-        return Manifest(folder, settings, done, blocks)
+        return Manifest(folder, settings, done, blocks, written)
 
-    def commit(self, chains: Chains | None, block: dict[str, object] | None) -> None:
-        """The group after `done` is finished: save what the next needs, then say so, then drop what the last needed."""
+    def commit(
+        self, chains: Chains | None, block: dict[str, object] | None, written: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> None:
+        """The group after `done` is finished: save what the next needs, then say so, then drop what the last needed.
+
+        `written`: format → names of the tensors that the group put into its files.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         before = self._chain_path(self.done)
         if block is not None:
             self.blocks.append(block)
+        for form, names in written.items():
+            self.written.setdefault(form, []).extend(names)
         self.done += 1
         if chains is not None:
             _save(self._chain_path(self.done), chains)
-        state = {"version": _VERSION, "done": self.done, "blocks": self.blocks, "settings": self.settings}
+        state = {"version": _VERSION, "done": self.done, "blocks": self.blocks, "written": self.written, "settings": self.settings}
         atomic_write_text(self.folder / _MANIFEST, json.dumps(state, indent=1))
         before.unlink(missing_ok=True)
 

@@ -186,7 +186,7 @@ def max_length(config: transformers.PretrainedConfig) -> int | None:
     text = config.get_text_config()
     name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     found = text.to_dict().get(name)
-    return found if isinstance(found, int) else None
+    return found if isinstance(found, int) and found > 1 else None
 
 
 def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> Skeleton:

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from evenround.checkpoint import CheckpointWriter, atomic_write_text, remove_checkpoint
 from evenround.config import OutputConfig
 from evenround.errors import UserError
-from evenround.export import Exporter
+from evenround.export import EXPORTERS, Exporter
 from evenround.manifest import FOLDER, Manifest, refuse_other_settings
 from evenround.model import Skeleton
 from evenround.record import RECORD, read_record, write_record
@@ -51,10 +51,11 @@ def exclusive(root: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"--output_dir {root} cannot be written: {error.strerror or error}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another evenround is at work in {root}; wait for it to end, or choose another --output_dir") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"another evenround is at work in {root}; wait for it to end, or choose another --output_dir") from None
     finally:
         os.close(handle)
 
@@ -104,7 +105,8 @@ def _clear(output: OutputConfig) -> None:
     Tokenizer and generation files of the earlier model go, too: one that the new source lacks would be taken for its own.
     """
     shutil.rmtree(output.output_dir / FOLDER, ignore_errors=True)
-    for folder in {output.output_dir, *folders(output)}:
+    earlier = [folder for name in EXPORTERS if (folder := output.output_dir / name) and (folder / RECORD).is_file()]
+    for folder in {output.output_dir, *folders(output), *earlier}:
         if folder.is_dir():
             for name in ("config.json", RECORD):
                 (folder / name).unlink(missing_ok=True)
@@ -123,9 +125,10 @@ def finish_checkpoint(
     settings: Mapping[str, object],
     default: Scheme,
     record: Mapping[str, object],
+    written: Sequence[str],
 ) -> None:
     """Name the shards, copy tokenizer and generation files, write the run record and, last, config.json."""
-    writer.finish(writer.specs)
+    writer.finish(written)
     copy_companions(source, folder)
     write_record(folder, record)
     config = json.loads((source / "config.json").read_text())

@@ -4,6 +4,7 @@ Read `run` from top to bottom; everything else is a function it calls. Finished 
 holds one block group and the two input chains, whatever the model's depth.
 """
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,10 +121,9 @@ def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
         tell.note(note)
 
     device = pick_device(job.device.device)
-    wish = None if job.device.compute_dtype == "auto" else torch_dtype(job.device.compute_dtype)
-    dtype = pick_compute_dtype(wish, _main_dtype(skeleton), device)
+    dtype = _compute_dtype(job, skeleton, device, tell)
     rows = _calibration_rows(job, source, skeleton, tell) if job.tune.iters else None
-    settings = _settings(job, checkpoint, schemes, rows, dtype, device)
+    settings = _settings(job, source, checkpoint, schemes, rows, dtype, device)
     with exclusive(job.output.output_dir):
         finished = prepare(job.output, source, settings)
         if finished is not None:
@@ -139,21 +139,21 @@ def _work(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> dict
     groups = _groups(run.skeleton, run.schemes, run.job.tune.nblocks)
     chains, calls = _first_inputs(run, manifest, len(groups))
     if manifest.done == 0:
-        _write_group(_outside(run.skeleton, groups), run, {}, _Clock())
-        manifest.commit(chains, None)
+        manifest.commit(chains, None, _write_group(_outside(run.skeleton, groups), run, {}, _Clock()))
     else:
         _check_partials(run, manifest)
         run.tell.note(f"going on where the last run stopped: {manifest.done - 1} of {len(groups)} block groups are finished")
     for number in range(manifest.done - 1, len(groups)):
         run.tell.group_started(number, len(groups), groups[number].names)
-        chains, record = _do_group(run, groups[number], calls, number, chains)
-        manifest.commit(chains if number + 1 < len(groups) else None, record.to_dict())
+        chains, record, written = _do_group(run, groups[number], calls, number, chains)
+        manifest.commit(chains if number + 1 < len(groups) else None, record.to_dict(), written)
         run.tell.group_done(number, len(groups), record)
 
     result = _record(run, settings, manifest)
     for form in run.formats:
         default = run.job.rules.default
-        finish_checkpoint(form.exporter, form.folder, form.writer, run.source, run.skeleton, run.schemes, settings, default, result)
+        names = manifest.written[form.exporter.name]
+        finish_checkpoint(form.exporter, form.folder, form.writer, run.source, run.skeleton, run.schemes, settings, default, result, names)
     manifest.remove()
     return result
 
@@ -190,23 +190,31 @@ def _check_formats(exporters: Sequence[Exporter], sites: Sequence[Site], schemes
                 exporter.check(site, scheme)
 
 
-def _main_dtype(skeleton: Skeleton) -> torch.dtype:
-    """The dtype of the most weights to quantize."""
-    count: dict[torch.dtype, int] = {}
-    for site in skeleton.sites:
-        count[site.dtype] = count.get(site.dtype, 0) + site.shape[0] * site.shape[1]
-    unusable = [str(dtype) for dtype in count if dtype not in (torch.bfloat16, torch.float16, torch.float32)]
+def _common_dtype(skeleton: Skeleton) -> torch.dtype:
+    """The dtype of the weights to quantize; float32 when they are of several. Raises `UserError` when one cannot be quantized."""
+    dtypes = {site.dtype for site in skeleton.sites}
+    unusable = [str(dtype) for dtype in dtypes if dtype not in (torch.bfloat16, torch.float16, torch.float32)]
     if unusable:
         raise UserError(
             f"weights of dtype {', '.join(unusable)} cannot be quantized; convert the checkpoint to bfloat16, float16 or float32"
         )
-    return max(count, key=lambda dtype: count[dtype])
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _compute_dtype(job: Job, skeleton: Skeleton, device: torch.device, tell: Progress) -> torch.dtype:
+    source = _common_dtype(skeleton)
+    if job.tune.iters == 0:
+        return torch.float32  # nothing is run: weights are rounded as they are in the file
+    wish = None if job.device.compute_dtype == "auto" else torch_dtype(job.device.compute_dtype)
+    chosen = pick_compute_dtype(wish, source, device)
+    if torch.promote_types(source, chosen) != chosen:
+        name = str(chosen).removeprefix("torch.")
+        tell.note(f"--compute_dtype {name} rounds the weights, which are {str(source).removeprefix('torch.')}, before they are quantized")
+    return chosen
 
 
 def _calibration_rows(job: Job, source: Path, skeleton: Skeleton, tell: Progress) -> TokenRows:
     tokenizer = load_tokenizer(source, job.trust_remote_code)
-    if tokenizer is None and not _is_tokens(job.data.dataset):
-        raise UserError(f"{source} has no tokenizer that can be loaded; put its tokenizer files there, or pass token ids as the dataset")
     rows = load_calibration(
         job.data.dataset,  # type: ignore[arg-type]
         tokenizer,
@@ -221,16 +229,18 @@ def _calibration_rows(job: Job, source: Path, skeleton: Skeleton, tell: Progress
     return rows
 
 
-def _is_tokens(dataset: object) -> bool:
-    return isinstance(dataset, Tensor) or (isinstance(dataset, list) and bool(dataset) and isinstance(dataset[0], Tensor))
-
-
 def _settings(
-    job: Job, checkpoint: Checkpoint, schemes: Mapping[str, Scheme | None], rows: TokenRows | None, dtype: torch.dtype, device: torch.device
+    job: Job,
+    source: Path,
+    checkpoint: Checkpoint,
+    schemes: Mapping[str, Scheme | None],
+    rows: TokenRows | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, object]:
     """Everything that decides the bytes of the result, as plain values: the fingerprint of a run."""
     return {
-        "model": {"source": checkpoint.fingerprint()},
+        "model": {"weights": checkpoint.fingerprint(), "files": _digest(source, job.trust_remote_code)},
         "schemes": {name: scheme.to_dict() if scheme else None for name, scheme in schemes.items()},
         "tune": as_dict(job.tune),
         "data": {"rows": list(rows.tokens.shape), "sha256": rows.fingerprint, "from": rows.source} if rows else None,
@@ -241,6 +251,15 @@ def _settings(
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "versions": versions(),
     }
+
+
+def _digest(source: Path, trust_remote_code: bool) -> str:
+    """sha256 over config.json and, where it is run, the Python code beside it."""
+    digest = hashlib.sha256()
+    for path in [source / "config.json", *(sorted(source.glob("*.py")) if trust_remote_code else ())]:
+        data = path.read_bytes()
+        digest.update(f"{path.name} {len(data)} ".encode() + data)
+    return digest.hexdigest()
 
 
 def _groups(skeleton: Skeleton, schemes: Mapping[str, Scheme | None], nblocks: int) -> tuple[_Group, ...]:
@@ -308,8 +327,8 @@ def _first_inputs(run: _Run, manifest: Manifest, groups: int) -> tuple[Chains | 
 
 def _do_group(
     run: _Run, group: _Group, calls: Sequence[BlockCall], number: int, chains: Chains | None
-) -> tuple[Chains | None, BlockRecord]:
-    """Materialize, tune, pack and write one group. Returns the next group's inputs and the record."""
+) -> tuple[Chains | None, BlockRecord, dict[str, list[str]]]:
+    """Materialize, tune, pack and write one group. Returns the next group's inputs, the record, and the tensors written."""
     clock, result = _Clock(), None
     with run.skeleton.materialized(group.names, run.dtype, run.device):
         clock.lap("load")
@@ -322,9 +341,9 @@ def _do_group(
             for note in result.notes:
                 run.tell.note(note)
         clock.lap("tune")
-    _write_group(group.tensors, run, quantized, clock)
+    written = _write_group(group.tensors, run, quantized, clock)
     release_host_memory()
-    return chains, _block_record(group, result, quantized, clock, run.device)
+    return chains, _block_record(group, result, quantized, clock, run.device), written
 
 
 def _blocks(run: _Run, group: _Group, calls: Sequence[BlockCall]) -> tuple[Block, ...]:
@@ -345,7 +364,9 @@ def _tune_group(
 ) -> tuple[Chains | None, GroupResult]:
     config, chained = run.job.tune, run.job.tune.quantized_inputs
     if group.blocks:
-        targets = run_all(blocks, chains.float_inputs, config.batch_size, run.device)
+        # The float chain is overwritten where nothing else needs it: two chains and one set of outputs live, not four.
+        free = chained and chains.float_inputs is not chains.quantized_inputs
+        targets = run_all(blocks, chains.float_inputs, config.batch_size, run.device, out=chains.float_inputs if free else None)
         samples = Samples(chains.quantized_inputs if chained else chains.float_inputs, targets, rows.mask)
     else:
         inputs = [
@@ -369,25 +390,33 @@ def _tune_group(
     return Chains(samples.targets, result.outputs if chained else samples.targets), result
 
 
-def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, QuantizedWeight], clock: "_Clock") -> None:
-    """Write a group's tensors into every format: quantized weights packed, all others as the source's own bytes."""
+def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, QuantizedWeight], clock: "_Clock") -> dict[str, list[str]]:
+    """Write a group's tensors into every format: quantized weights packed, all others as the source's own bytes. Returns their names."""
     skeleton = run.skeleton
+    written: dict[str, list[str]] = {form.exporter.name: [] for form in run.formats}
+
+    def write(form: _Format, name: str, tensor: Tensor) -> None:
+        form.writer.write(name, tensor)
+        written[form.exporter.name].append(name)
+
     replaced = {site.checkpoint_name for site in skeleton.sites if site.name in quantized and site.parameter not in skeleton.tied}
     for name in tensors:
         if name not in replaced:
             tensor = skeleton.checkpoint.read(name)
             for form in run.formats:
-                form.writer.write(name, tensor)
+                write(form, name, tensor)
+    clock.lap("write")
     for site in skeleton.sites:
         for form in run.formats if site.name in quantized else ():
             packed = form.exporter.pack(site, quantized[site.name])
             clock.lap("pack")
             for name, tensor in packed.items():
-                form.writer.write(name, tensor)
+                write(form, name, tensor)
             clock.lap("write")
     for form in run.formats:
         form.writer.flush()
     clock.lap("write")
+    return written
 
 
 def _block_record(

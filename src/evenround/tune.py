@@ -273,7 +273,7 @@ def _move(parameter: Tensor, gradient: Tensor, average: Tensor | None, momentum:
 
     Scaled, because gradients shrink as tuning proceeds while their direction does not lose meaning (unscaled: KL 3 % higher at 2 bits).
     """
-    scale = (1 - momentum) / (torch.linalg.vector_norm(gradient, ord=1) / gradient.numel() + 1e-30)
+    scale = 1.0 if average is None else (1 - momentum) / (torch.linalg.vector_norm(gradient, ord=1) / gradient.numel() + 1e-30)
     for at in chunks(parameter):
         direction = gradient[at]
         if average is not None:
@@ -302,10 +302,10 @@ def tune_block(
     _check_finite(blocks, samples)
     batch = micro_batch or config.batch_size
     untuned = round_to_nearest(blocks)
-    rtn_loss, rtn_outputs = _judge(blocks, untuned, samples, batch, device)
-    if config.iters == 0 or not untuned:
+    done = config.iters == 0 or not untuned
+    rtn_loss, rtn_outputs = _judge(blocks, untuned, samples, batch, device, keep=done)
+    if done:
         return GroupResult(untuned, rtn_outputs, rtn_loss, None, "untuned", None, (), ())
-    del rtn_outputs
     states = [initial_state(block, site, scheme, config.minmax_tuning) for block in blocks for site, scheme in block.sites]
     draw = _Draw(len(samples.inputs), config.batch_size * config.gradient_accumulate_steps, generator)
     losses: list[float] = []
@@ -348,11 +348,17 @@ def _untuned(
 
 
 def _judge(
-    blocks: Sequence[Block], quantized: Mapping[str, QuantizedWeight], samples: Samples, batch: int, device: torch.device
+    blocks: Sequence[Block],
+    quantized: Mapping[str, QuantizedWeight],
+    samples: Samples,
+    batch: int,
+    device: torch.device,
+    *,
+    keep: bool = True,
 ) -> tuple[float, Tensor | None]:
-    """Mean squared error over all samples with these quantized weights; outputs `[samples, tokens, hidden]` if they are chained on."""
+    """Mean squared error over all samples with these quantized weights; if `keep`, the outputs `[samples, tokens, hidden]` to chain on."""
     weights = {name: weight.dequantize(samples.inputs.dtype) for name, weight in quantized.items()}
-    outputs = None if samples.targets is None else torch.empty_like(samples.targets)
+    outputs = torch.empty_like(samples.targets) if keep and samples.targets is not None else None
     total, width = 0.0, 1
     with torch.no_grad():
         for part in torch.arange(len(samples.inputs)).split(batch):
