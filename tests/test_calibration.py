@@ -170,6 +170,12 @@ def test_text_file_errors(write, tmp_path):
     refused("empty.txt", "--dataset 'empty.txt' is empty (2 B of white space); pass a local .txt")
     write("latin.txt", b"caf\xe9 ")
     refused("latin.txt", "byte 3 is not UTF-8; save the file as UTF-8")
+    for code in (0, 7, 11, 27, 31):
+        write("binary.txt", b"ab\t\r\f\n" + bytes([code]) * 900)
+        refused("binary.txt", f"--dataset 'binary.txt' holds control characters ({chr(code)!r} at character 6): it is no text")
+    Path("binary.txt").unlink()
+    for name in ("nosuch.jsonl.gz", "nosuch.csv", "data/nosuch.parquet", "nosuch.TXT"):
+        refused(name, f"--dataset {name!r}: no such file")
     refused("shrt.txt", "--dataset 'shrt.txt': no such file; did you mean 'short.txt'?")
     refused("nowhere/x.txt", "'nowhere/x.txt': no such file")
     for odd in ("~nobody-here/x.txt", "zero\0byte.txt", "x" * 5000 + ".txt", "short.txt/x.txt"):
@@ -185,7 +191,8 @@ def test_text_file_errors(write, tmp_path):
     refused("hollow", "is a directory; give one file: it holds no .txt, .json or .jsonl")
     refused("short.txt:split=train+test", "a file has no splits; leave out split=train+test")
     refused("short.txt:apply_chat_template", "chat templates need documents; use .json or .jsonl, or leave out the chat options")
-    refused("short.txt", "'short.txt' is text and there is no tokenizer; pass tokenizer=…, or token ids as the dataset", tokenizer=None)
+    message = "'short.txt' is text, and the model has no tokenizer that can be loaded; put its tokenizer files beside it, or pass token ids"
+    refused("short.txt", message, tokenizer=None)
     refused("short.txt", "--nsamples 0 is not a positive number; give 1 or more", nsamples=0)
     refused("short.txt", "--seqlen -1 is not a positive number", seqlen=-1)
     message = "gives token id 3, the model has 3 tokens; use the model's own tokenizer"
@@ -273,6 +280,10 @@ def test_json_forms_give_the_same_rows(write):
     write("columns.json", json.dumps({"text": texts}))
     for name in ("strings.json", "texts.jsonl", "single.jsonl", "wrapped.json", "columns.json"):
         assert torch.equal(load(name).tokens, expected), name
+        guess = "the documents are taken from key 'story', the only one; known keys are input_ids, text, messages"
+        assert any(guess in note for note in load(name).notes) == (name == "single.jsonl")
+    assert load([{"story": text} for text in texts]).notes[0].startswith("dataset: the documents are taken from key 'story'")
+    assert load("single.jsonl,texts.jsonl").notes[0].startswith("--dataset 'single.jsonl': the documents are taken from key 'story'")
     assert torch.equal(load([{"text": text} for text in texts]).tokens, expected)
     write("one.json", json.dumps({"text": TEXT, "title": "x"}))
     assert load("one.json").tokens.shape == (4, 16)
@@ -328,7 +339,7 @@ def test_document_errors(write):
     refused([], "--dataset 'dataset' holds no document with text; pass a local .txt")
     refused(["", " "], "holds no document with text")
     refused(["a"], "holds 1 tokens, less than one row of --seqlen 16; give more text or --seqlen 1 or less")
-    refused(["a"], "is text and there is no tokenizer", tokenizer=None)
+    refused(["a"], "is text, and the model has no tokenizer", tokenizer=None)
     refused(["a", [3]], "--dataset 'dataset' mixes token ids with text; give one kind")
     refused(iter(["a"]), "dataset of type list_iterator is not read; pass a list (of a data loader: list(loader)), a tensor or a name")
 

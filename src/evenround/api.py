@@ -58,6 +58,7 @@ def quantize(
     device_map: str = "auto",
     compute_dtype: ComputeDtype = "auto",
     trust_remote_code: bool = False,
+    label: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, object]:
     """Quantize the model in directory `model` (or of that hub id) into `output_dir`; returns the run record.
@@ -68,6 +69,7 @@ def quantize(
     """
     job = Job(
         model=str(model),
+        label=label,
         rules=SchemeRules(
             default=scheme_from(scheme, bits=bits, group_size=group_size, sym=sym),
             ignore_layers=_names(ignore_layers),
@@ -188,4 +190,4 @@ class AutoRound:
             model.save_pretrained(folder)  # type: ignore[operator]
             assert self._tokenizer is not None
             self._tokenizer.save_pretrained(folder)
-            return run_on(folder)
+            return run_on(folder, label=model.config.name_or_path or type(model).__name__)  # type: ignore[union-attr]

@@ -103,22 +103,32 @@ def load_calibration(
     wish = _Wish(tokenizer=tokenizer, nsamples=nsamples, seqlen=limit, seed=seed, vocabulary=vocabulary)
     if dataset is None or isinstance(dataset, str):
         specs = parse_dataset(DEFAULT_DATASET if dataset is None else dataset)
-        rows, source = _mix(specs, wish), ",".join(spec.name for spec in specs)
+        (rows, notes), source = _mix(specs, wish), ",".join(spec.name for spec in specs)
     elif isinstance(dataset, Path):
         spec, source = DatasetSpec(name=str(dataset)), str(dataset)
-        rows = _rows_of(read_documents(spec, is_path=True), spec, wish)
+        documents, notes = read_documents(spec, is_path=True)
+        rows = _rows_of(documents, spec, wish)
     else:
         source = "dataset"
-        rows = _rows_of(memory_documents(dataset), DatasetSpec(name=source), wish)
+        found, notes = memory_documents(dataset)
+        rows = _rows_of(found, DatasetSpec(name=source), wish)
     clamped = f"--seqlen {seqlen} is more than the model's {max_length} positions; {limit} is used"
-    return _stack(rows[:nsamples], wish, source, [clamped] if limit < seqlen else [])
+    return _stack(rows[:nsamples], wish, source, [*notes, clamped] if limit < seqlen else notes)
 
 
-def _mix(specs: Sequence[DatasetSpec], wish: _Wish) -> list[Tensor]:
-    """Rows of all members: `num` of those that say so, even shares of the others, gaps filled from those with rows to spare; shuffled."""
-    found = [_rows_of(read_documents(spec), spec, wish)[: spec.num] for spec in specs]
+def _mix(specs: Sequence[DatasetSpec], wish: _Wish) -> tuple[list[Tensor], list[str]]:
+    """Rows of all members: `num` of those that say so, even shares of the others, gaps filled from those with rows to spare; shuffled.
+
+    Also notes.
+    """
+    found: list[list[Tensor]] = []
+    notes: list[str] = []
+    for spec in specs:
+        documents, said = read_documents(spec)
+        found.append(_rows_of(documents, spec, wish)[: spec.num])
+        notes += said
     if len(specs) == 1:
-        return found[0]
+        return found[0], notes
     take = [len(rows) for rows in found]
     remaining = max(0, wish.nsamples - sum(count for spec, count in zip(specs, take, strict=True) if spec.num is not None))
     shared = sorted((at for at, spec in enumerate(specs) if spec.num is None), key=lambda at: take[at])
@@ -126,7 +136,7 @@ def _mix(specs: Sequence[DatasetSpec], wish: _Wish) -> list[Tensor]:
         take[at] = min(take[at], -(-remaining // (len(shared) - turn)))
         remaining -= take[at]
     rows = [row for member, count in zip(found, take, strict=True) for row in member[:count]]
-    return [rows[at] for at in wish.shuffled(len(rows))]
+    return [rows[at] for at in wish.shuffled(len(rows))], notes
 
 
 def _rows_of(documents: str | list[Placed], spec: DatasetSpec, wish: _Wish) -> list[Tensor]:
@@ -190,9 +200,8 @@ def _too_short(name: str, tokens: int, seqlen: int) -> UserError:
 
 def _need(tokenizer: PreTrainedTokenizerBase | None, name: str) -> PreTrainedTokenizerBase:
     if tokenizer is None:
-        raise UserError(
-            f"--dataset {name!r} is text, and the model has no tokenizer that can be loaded; put its tokenizer files beside it, or pass token ids"
-        )
+        fix = "put its tokenizer files beside it, or pass token ids"
+        raise UserError(f"--dataset {name!r} is text, and the model has no tokenizer that can be loaded; {fix}")
     return tokenizer
 
 

@@ -70,10 +70,18 @@ def _underscored(argument: str) -> str:
     return "--" + flag[2:].replace("-", "_") + equals + value
 
 
+class _Help(argparse.HelpFormatter):
+    """Adds the default of flags that have one worth telling and do not tell it themselves."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        told = action.help or ""
+        if action.default in (None, False, "", argparse.SUPPRESS) or "default" in told:
+            return told
+        return f"{told} (default: %(default)s)"
+
+
 def _sub(commands: "argparse._SubParsersAction[_Parser]", name: str, help: str) -> _Parser:
-    parser = commands.add_parser(
-        name, help=help, description=help, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False, formatter_class=_Help)
     parser.set_defaults(parser=parser)
     return parser
 
@@ -101,7 +109,7 @@ def _add_quantize(parser: _Parser) -> None:
     add("--bits", "--bit", type=int, help="2 to 8, on top of the scheme")
     add("--group_size", type=int, help="weights that share a scale; -1: per output channel; 0: per tensor")
     add("--asym", action="store_true", help="asymmetric, with a zero point per group")
-    add("--layer_config", help='JSON: name, substring or regex → preset or fields, e.g. {"down_proj": {"bits": 8}}')
+    add("--layer_config", help='JSON: name, substring or regex -> preset or fields, e.g. {"down_proj": {"bits": 8}}')
     add("--ignore_layers", "--fp_layers", default="", help="comma list of names, substrings or regexes left in floating point")
     add("--quant_lm_head", action="store_true", help="quantize the output head, too")
     group = parser.add_argument_group("tuning")
@@ -139,7 +147,7 @@ def _add_quantize(parser: _Parser) -> None:
     add("--compute_dtype", choices=COMPUTE_DTYPES, default="auto", help="auto: the model's own where the device multiplies it natively")
     add("--disable_amp", action="store_true", help="compute in float32")
     _add_trust(parser)
-    group = parser.add_argument_group("evaluation afterwards (needs evenround[eval])")
+    group = parser.add_argument_group("evaluation afterwards (needs lm-eval)")
     add = group.add_argument
     add("--tasks", "--task", default="", help="comma list of lm-eval tasks, or YAML files of tasks")
     add("--eval_bs", type=int, help="batch size of the evaluation (default: 8)")
@@ -161,7 +169,7 @@ def _trusted(options: argparse.Namespace) -> bool:
 def _add_eval(parser: _Parser) -> None:
     parser.add_argument("model", help="checkpoint directory: float, auto_round, llm_compressor or fake")
     parser.add_argument("--reference", help="the original, for KL and top-1 agreement")
-    parser.add_argument("--text", required=True, help="text file")
+    parser.add_argument("--text", required=True, help="plain text file, or demo (shipped text)")
     parser.add_argument("--seqlen", type=int, help="tokens per row (default: what the model takes, 2048 at most)")
     parser.add_argument("--rows", type=int, help="at most this many rows (default: all of the text)")
     parser.add_argument("--batch_size", "--eval_bs", type=int, default=8, help="rows at once")
@@ -211,7 +219,7 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
             bits=options.bits,
             group_size=options.group_size,
             sym=False if options.asym else None,
-            layer_config=options.layer_config,
+            layer_config=_text_of(options.layer_config),
             ignore_layers=options.ignore_layers,
             quant_lm_head=options.quant_lm_head,
             recipe=options.recipe,
@@ -298,6 +306,13 @@ def _show(options: argparse.Namespace, out: Console, err: Console) -> int:
     else:
         out.print(*render_show(values), sep="\n")
     return 0
+
+
+def _text_of(value: str | None) -> str | None:
+    """`--layer_config` itself, or what the file of that name says."""
+    if value is None or "{" in value or not Path(value).is_file():
+        return value
+    return Path(value).read_text(encoding="utf-8")
 
 
 def _how_to_go_on(options: argparse.Namespace | None) -> str:

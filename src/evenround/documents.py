@@ -33,8 +33,15 @@ DEFAULT_DATASET = "NeelNanda/pile-10k"
 DEMO = "demo"
 SUFFIXES = (".txt", ".json", ".jsonl")
 KNOWN_HUB = (DEFAULT_DATASET, "HuggingFaceFW/fineweb-edu", "HuggingFaceH4/ultrachat_200k", "openbmb/Ultra-FineWeb")
+OTHER_SUFFIXES = (
+    ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".csv", ".tsv", ".parquet", ".arrow", ".ndjson", ".md", ".rst", ".log",
+    ".text", ".html", ".htm", ".xml", ".yaml", ".yml", ".pdf", ".doc", ".docx", ".py", ".npy", ".npz", ".pt", ".bin", ".safetensors",
+)  # fmt: skip
+"""Ends of names that are files too, though not read: a mistyped one must not be looked for on the hub."""
 OPTIONS = ("split", "num", "concat", "apply_chat_template", "system_prompt")
 DOCUMENT_KEYS = ("input_ids", "text", "messages", "conversations", "content", "code")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f]")
+"""Characters that no text holds: all controls but tab, line feed, form feed and carriage return."""
 INSTEAD = "pass a local .txt, .json or .jsonl file (--dataset FILE), or --dataset demo for the text that ships with the package"
 HUB_DOCUMENTS = 10_000
 HUB_DOWNLOAD = 2 << 30
@@ -131,10 +138,10 @@ def exists(name: str) -> bool:
         return False
 
 
-def read_documents(spec: DatasetSpec, *, is_path: bool = False) -> str | list[Placed]:
-    """The text of a `.txt` file, or the documents of anything else. `is_path`: the name is a path even if nothing is there."""
+def read_documents(spec: DatasetSpec, *, is_path: bool = False) -> tuple[str | list[Placed], list[str]]:
+    """The text of a `.txt` file, or the documents of anything else; and notes. `is_path`: the name is a path even if nothing is there."""
     name = spec.name
-    is_path = is_path or name == DEMO or exists(name) or Path(name).suffix.lower() in SUFFIXES
+    is_path = is_path or name == DEMO or exists(name) or Path(name).suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES)
     if not is_path and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         return _hub_documents(spec)
     if spec.split:
@@ -145,16 +152,25 @@ def read_documents(spec: DatasetSpec, *, is_path: bool = False) -> str | list[Pl
         return _json_documents(text, name, lines=path.suffix.lower() == ".jsonl")
     if spec.apply_chat_template or spec.system_prompt is not None:
         raise UserError(f"--dataset {name!r}: chat templates need documents; use .json or .jsonl, or leave out the chat options")
-    return text
+    return text, []
 
 
-def memory_documents(data: Tensor | Mapping[str, object] | Sequence[object]) -> list[Placed]:
-    """The documents of data in memory."""
+def memory_documents(data: Tensor | Mapping[str, object] | Sequence[object]) -> tuple[list[Placed], list[str]]:
+    """The documents of data in memory, and notes."""
     if isinstance(data, Tensor | np.ndarray | Mapping):
-        return [("dataset", document(data, "dataset"))]
+        return _documents([("dataset", data)], "dataset")
     if isinstance(data, list | tuple):
-        return [(f"dataset[{at}]", document(value, f"dataset[{at}]")) for at, value in enumerate(data)]
+        return _documents([(f"dataset[{at}]", value) for at, value in enumerate(data)], "dataset")
     raise UserError(f"dataset of type {type(data).__name__} is not read; pass a list (of a data loader: list(loader)), a tensor or a name")
+
+
+def _documents(values: Sequence[tuple[str, object]], source: str) -> tuple[list[Placed], list[str]]:
+    """The documents of `(place, value)`, and a note when they are under a key that nobody agreed on."""
+    records = [value for _, value in values if isinstance(value, Mapping) and len(value) == 1]
+    guessed = list(dict.fromkeys(repr(key) for record in records for key in record if key not in DOCUMENT_KEYS))
+    known = ", ".join(DOCUMENT_KEYS)
+    note = f"{source}: the documents are taken from key {', '.join(guessed[:5])}, the only one; known keys are {known}"
+    return [(place, document(value, place)) for place, value in values], [note] if guessed else []
 
 
 def _local_file(name: str) -> Path:
@@ -180,12 +196,15 @@ def _read_text(path: Path, name: str) -> str:
         raise UserError(f"--dataset {name!r}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise UserError(f"--dataset {name!r} cannot be read: {error.strerror}") from None
+    if control := CONTROL.search(text):
+        what = f"holds control characters ({control[0]!r} at character {control.start()})"
+        raise UserError(f"--dataset {name!r} {what}: it is no text; save it as plain text in UTF-8")
     if not text.strip():
         raise UserError(f"--dataset {name!r} is empty ({readable_bytes(len(text))} of white space); {INSTEAD}")
     return text
 
 
-def _json_documents(text: str, name: str, *, lines: bool) -> list[Placed]:
+def _json_documents(text: str, name: str, *, lines: bool) -> tuple[list[Placed], list[str]]:
     pieces = list(enumerate(text.split("\n"), start=1)) if lines else [(1, text)]
     values: list[tuple[str, object]] = []
     for line, piece in pieces:
@@ -200,7 +219,7 @@ def _json_documents(text: str, name: str, *, lines: bool) -> list[Placed]:
             key, member = next(iter(value.items()))
             value = member if isinstance(member, list) and key not in ("messages", "conversations", "input_ids") else value
         values = [(f"{name}[{at}]", member) for at, member in enumerate(value)] if isinstance(value, list) else [(name, value)]
-    return [(place, document(value, place)) for place, value in values]
+    return _documents(values, f"--dataset {name!r}")
 
 
 def document(value: object, place: str) -> Document:
@@ -250,8 +269,8 @@ def _token_rows(ids: object, mask: object, place: str) -> list[Tensor]:
     return [row[keep] for row, keep in zip(rows.reshape(-1, rows.shape[-1]), kept.reshape(-1, rows.shape[-1]), strict=True)]
 
 
-def _hub_documents(spec: DatasetSpec) -> list[Placed]:
-    """At most the first 10 000 documents of each split, from the hub or, with HF_HUB_OFFLINE=1, from the local cache."""
+def _hub_documents(spec: DatasetSpec) -> tuple[list[Placed], list[str]]:
+    """At most the first 10 000 documents of each split, from the hub or, with HF_HUB_OFFLINE=1, from the local cache; and notes."""
     size = _probe_hub(spec.name)
     try:
         import datasets
@@ -268,7 +287,7 @@ def _hub_documents(spec: DatasetSpec) -> list[Placed]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"--dataset {spec.name!r} cannot be loaded: {error}; {INSTEAD}") from error
-    return [(place, document(row, place)) for place, row in found]
+    return _documents(found, f"--dataset {spec.name!r}")
 
 
 def _probe_hub(name: str) -> int:

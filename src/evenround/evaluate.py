@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
+from evenround.data import evaluation_text
+from evenround.documents import DEMO
 from evenround.errors import UserError
-from evenround.loading import load_model, load_tokenizer
+from evenround.loading import check_folder, load_model, load_tokenizer
 from evenround.memory.devices import pick_device
 from evenround.model import Skeleton, embed, load_config, max_length, outside_blocks, recording
 
@@ -63,7 +65,7 @@ def evaluate(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> Evaluation:
-    """Evaluate checkpoint `model` on `text` in float32, against `reference` if there is one.
+    """Evaluate checkpoint `model` on `text` (`demo`: the text that ships for this) in float32, against `reference` if there is one.
 
     The text is tokenized with the model's tokenizer and cut into consecutive rows of `seqlen` tokens (None: as many as the model takes, at
     most 2048), of which the first `rows` are used; a rest shorter than a row is left out. Raises `UserError` for a missing or empty text, a
@@ -73,9 +75,12 @@ def evaluate(
     for flag, value, least in (("--seqlen", seqlen, 2), ("--rows", rows, 1), ("--batch_size", batch_size, 1)):
         if value is not None and value < least:
             raise UserError(f"{flag} {value} must be at least {least}")
+    check_folder(model)
+    if reference is not None:
+        check_folder(reference, "--reference")
     tokenizer = load_tokenizer(model, trust_remote_code)
     if tokenizer is None:
-        raise UserError(f"{model} has no tokenizer that can be loaded; copy the original's tokenizer files there")
+        raise UserError(f"{model} has no tokenizer files; copy the original's there")
     config = load_config(model, trust_remote_code)
     if reference is not None:
         _check_vocabularies(model, tokenizer, config, reference, trust_remote_code)
@@ -93,6 +98,10 @@ def evaluate(
 
 
 def _read_text(path: Path) -> str:
+    if str(path) == DEMO:
+        path = evaluation_text()
+    if path.suffix.lower() in (".json", ".jsonl"):
+        raise UserError(f"text {path} (--text) is JSON, and eval reads plain text; extract the text first")
     if path.is_dir():
         raise UserError(f"text {path} (--text) is a directory; give a text file")
     try:

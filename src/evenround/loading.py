@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from evenround.checkpoint import Checkpoint, TensorSpec
+from evenround.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorSpec
 from evenround.errors import UserError
 from evenround.export import StoredWeight, read_schemes
+from evenround.manifest import FOLDER
 from evenround.model import Skeleton, find_blocks, find_sites, first_line, load_config, map_names, parameters_on_meta, skeleton_from
 from evenround.tensorfile import file_size, load_json, read_range
 
@@ -50,6 +51,20 @@ class UnpackedCheckpoint(Checkpoint):
             return Checkpoint.read(self, name)
         weight = self.packed[name].unpack(lambda tensor: Checkpoint.read(self, tensor)).dequantize()
         return weight.t().contiguous() if name in self.transposed else weight
+
+
+def check_folder(path: Path, flag: str = "") -> None:
+    """Raise `UserError` unless `path` is a directory that may be a checkpoint; `flag`: where the path came from, for the message."""
+    place = f"{flag} {path}".strip()
+    if not path.is_dir():
+        raise UserError(f"{place} is not a directory; give a checkpoint directory")
+    if any((path / name).is_file() for name in ("config.json", SINGLE_FILE, INDEX_FILE)):
+        return
+    if (path / FOLDER).is_dir() or ((path.parent / FOLDER).is_dir() and any(path.glob("*.partial"))):
+        raise UserError(f"{place} holds an unfinished run; run the command that began it again to finish it")
+    folders = sorted(str(folder) for folder in path.iterdir() if (folder / "config.json").is_file())
+    if folders:
+        raise UserError(f"{place} is no checkpoint itself; give one of the folders in it: {', '.join(folders)}")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -165,14 +180,23 @@ def load_model(
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in directory `path`, or None when there is none that can be loaded (transformers makes empty ones up without files)."""
-    if not any(fnmatch(file.name, pattern) for file in path.iterdir() for pattern in TOKENIZER_FILES):
+    """The tokenizer in directory `path`, or None when it has no tokenizer files (transformers would make an empty one up).
+
+    Raises `UserError` with the reason when it has some and they cannot be loaded.
+    """
+    files = [file.name for file in path.iterdir() if any(fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES)]
+    if not files:
         return None
     try:
         with _quiet():
             return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
-    except (ValueError, OSError, KeyError, ImportError):
-        return None
+    except Exception as error:  # broken files fail wherever a reader meets them, tokenizers with a bare Exception
+        told = type(error) is Exception or isinstance(error, ValueError | OSError | ImportError)
+        reason = " ".join(f"{'' if told else type(error).__name__ + ': '}{error}".split())
+        fix = "copy the original's tokenizer files there"
+        if "tokenizer.json" not in files and any(file.endswith(".model") for file in files):
+            fix = "a .model file needs `pip install sentencepiece protobuf`, or copy a tokenizer.json there"
+        raise UserError(f"the tokenizer in {path} cannot be loaded: {reason[:500]}; {fix}") from error
 
 
 def _load_float(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:

@@ -7,6 +7,7 @@ number. A manifest is continued only by a run with the same settings; any differ
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import safetensors.torch
 from torch import Tensor
 
 from evenround.checkpoint import atomic_write_text
-from evenround.errors import UserError
+from evenround.errors import UserError, readable_bytes
 
 FOLDER = ".evenround"
 _MANIFEST = "manifest.json"
@@ -112,15 +113,32 @@ class Manifest:
         return self.folder / f"inputs-{done:05d}.safetensors"
 
 
+def require_space(folder: Path, chains: Chains) -> None:
+    """Raise `UserError` unless the file system has room for the chains of two groups (the new ones are written before the old ones go)."""
+    needed = 2 * (chains.float_inputs.nbytes + chains.quantized_inputs.nbytes)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder} has {readable_bytes(free)} free, and resuming needs {readable_bytes(needed)} there while blocks are tuned; free "
+            "some space, choose another --output_dir, or use smaller --nsamples or --seqlen"
+        )
+
+
 def refuse_other_settings(output_dir: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raises `UserError` naming every setting that differs between an earlier run in `output_dir` and this one."""
     plain = json.loads(json.dumps(now))
-    differences = list(_differences("", before, plain))
-    if differences:
+    if before.get("model") != plain.get("model"):
+        raise UserError(f"{output_dir} holds a run of another model; choose another --output_dir, or start anew with --overwrite")
+    schemes = _differences("schemes.", before.get("schemes"), plain.get("schemes"))
+    keys = [key for key in {**before, **plain} if key != "schemes"]
+    others = [item for key in keys for item in _differences(f"{key}.", before.get(key), plain.get(key))]
+    shown = [*others, *schemes[:1]]
+    if len(schemes) > 1:
+        shown.append(f"{len(schemes) - 1} more differences between the schemes of layers")
+    if shown:
         raise UserError(
-            f"{output_dir} holds a run with other settings: {'; '.join(differences[:6])}"
-            f"{' …' if len(differences) > 6 else ''}. Repeat those settings to go on, choose another --output_dir, "
-            "or start anew with --overwrite"
+            f"{output_dir} holds a run with other settings: {'; '.join(shown)}. Repeat those settings to go on, choose another "
+            "--output_dir, or start anew with --overwrite"
         )
 
 

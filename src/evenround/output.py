@@ -88,8 +88,26 @@ def prepare(output: OutputConfig, source: Path, settings: Mapping[str, object]) 
             raise UserError(
                 f"{folder} holds a checkpoint that this run did not write; choose another --output_dir, or replace it with --overwrite"
             )
+    _refuse_other_layout(output)
     records = [read_record(folder) for folder in folders(output)]
     return records[0] if all(record is not None for record in records) else None
+
+
+def _refuse_other_layout(output: OutputConfig) -> None:
+    """One format lies in the directory itself, several in folders: raise `UserError` when an earlier run was laid out the other way."""
+    if len(output.formats) > 1:
+        if read_record(output.output_dir) is not None:
+            raise UserError(
+                f"{output.output_dir} holds a run of one format, {', '.join(output.formats)} would go into folders in it; choose another "
+                "--output_dir, or replace it with --overwrite"
+            )
+        return
+    earlier = [name for name in EXPORTERS if (output.output_dir / name / RECORD).is_file()]
+    if earlier:
+        raise UserError(
+            f"{output.output_dir} holds a run of several formats ({', '.join(earlier)}); choose another --output_dir, or replace it "
+            "with --overwrite"
+        )
 
 
 def _settings_of(record: Mapping[str, object]) -> dict[str, object]:

@@ -22,7 +22,7 @@ from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig,
 from evenround.errors import UserError
 from evenround.export import Exporter, get_exporter
 from evenround.loading import load_tokenizer
-from evenround.manifest import Chains, Manifest
+from evenround.manifest import Chains, Manifest, require_space
 from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory
 from evenround.model import BlockCall, Site, Skeleton, embed, head_inputs, max_length, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
@@ -38,6 +38,8 @@ class Job:
 
     model: str
     """Directory, or hub id."""
+    label: str | None = None
+    """What the record calls it, where that is not `model`."""
     rules: SchemeRules
     tune: TuneConfig
     data: DataConfig
@@ -138,6 +140,8 @@ def _work(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> dict
     """From the embeddings, or from where an earlier run stopped, to finished checkpoints."""
     groups = _groups(run.skeleton, run.schemes, run.job.tune.nblocks)
     chains, calls = _first_inputs(run, manifest, len(groups))
+    if chains is not None:
+        require_space(manifest.folder.parent, chains)
     if manifest.done == 0:
         manifest.commit(chains, None, _write_group(_outside(run.skeleton, groups), run, {}, _Clock()))
     else:
@@ -248,7 +252,7 @@ def _settings(
         "max_shard_size": job.output.max_shard_size,
         "compute_dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "threads (OMP_NUM_THREADS)": torch.get_num_threads() if device.type == "cpu" else None,
         "versions": versions(),
     }
 
@@ -461,7 +465,7 @@ def _record(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> di
         packed = sum(spec.nbytes for site in quantized for spec in _packed_specs(form.exporter, site, schemes).values())
         sizes[form.exporter.name] = {"bytes": form.writer.total_bytes, "bits_per_weight": round(packed * 8 / weights, 4)}
     return {
-        "model": run.job.model,
+        "model": run.job.label or run.job.model,
         "architecture": type(skeleton.model).__name__,
         "settings": {key: value for key, value in settings.items() if key not in ("schemes", "versions")},
         "versions": settings["versions"],

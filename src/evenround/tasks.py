@@ -18,7 +18,7 @@ def check_tasks(tasks: list[str]) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError(f'--tasks needs lm-eval ({error}): pip install "evenround[eval]"') from error
+        raise UserError(f"--tasks needs lm-eval ({error}): pip install 'lm-eval>=0.4.13'") from error
     files = [task for task in tasks if Path(task).suffix in (".yaml", ".yml")]
     for task in files:
         if not Path(task).is_file():
@@ -50,7 +50,7 @@ def run_tasks(
 
     model, tokenizer = load_model(checkpoint, torch.float32, trust_remote_code)
     if tokenizer is None:
-        raise UserError(f"{checkpoint} has no tokenizer that can be loaded; copy the original's tokenizer files there")
+        raise UserError(f"{checkpoint} has no tokenizer files; copy the original's there")
     lm = HFLM(pretrained=model.to(pick_device(device)), tokenizer=tokenizer, batch_size=batch_size)
     try:
         found = simple_evaluate(

@@ -31,6 +31,7 @@ from evenround.evaluate import max_length, streamed_loss, text_rows
 from evenround.export import EXPORTERS, StoredWeight, read_schemes
 from evenround.loading import (
     PACKED_LEAVES,
+    check_folder,
     empty_model,
     linear_modules,
     load_tokenizer,
@@ -48,6 +49,7 @@ FORMATS = {"auto-round": "auto_round", "compressed-tensors": "llm_compressor", N
 """quant_method → format."""
 
 DOWNLOAD = "copy or download the checkpoint again, or quantize again"
+AGAIN = "quantize again, or copy it again"
 RESTORE = "restore config.json and the record, or quantize again"
 
 LOSS_TOKENS = 512
@@ -93,8 +95,12 @@ class Verification:
 def verify(checkpoint: Path, reference: Path | None = None, text: str | None = None, trust_remote_code: bool = False) -> Verification:
     """Check the checkpoint in directory `checkpoint`, against its original in `reference` if given; `text` for the loss (default: shipped).
 
-    What is wrong with the checkpoint is returned, never raised. Raises `UserError` only for a reference that cannot be used.
+    What is wrong with the checkpoint is returned, never raised. Raises `UserError` for a reference that cannot be used, and for a path that
+    is no checkpoint at all: not a directory, an unfinished run, a run with a folder for each format.
     """
+    check_folder(checkpoint)
+    if reference:
+        check_folder(reference, "--reference")
     original = skeleton_from(reference, Checkpoint.open(reference), trust_remote_code) if reference else None
     broken: list[Finding] = []
     files = _attempt(broken, str(checkpoint), lambda: Checkpoint.open(checkpoint))
@@ -105,9 +111,12 @@ def verify(checkpoint: Path, reference: Path | None = None, text: str | None = N
     modules = linear_modules(model, files.names)
     stored = _attempt(broken, "quantization_config", lambda: read_schemes(config, files.specs, files.read, modules))
     record = _attempt(broken, str(checkpoint / RECORD), lambda: read_record(checkpoint))
+    strange: list[Finding] = []
+    if original and (other := _difference(model, original.model)):
+        strange.append(Finding(str(reference), f"is not the same model: {other}", "give the original of this checkpoint as --reference"))
+        original = None
     seen = _Seen(files, config, model, stored or {}, _Plan.of(record, broken), original)
     broken += [*_check_names(seen), *(_check_plan(seen) if stored is not None else ())]
-    strange: list[Finding] = []
     layers = [_check_layer(seen, weight, broken, strange) for weight in seen.stored.values()]
     layers += [_check_tensor(seen, name, broken, strange) for name in files.names]
     losses, notes = ([None, None], []) if broken else _losses(seen, text, trust_remote_code)
@@ -122,12 +131,24 @@ def verify(checkpoint: Path, reference: Path | None = None, text: str | None = N
     )
 
 
+def _difference(model: nn.Module, original: nn.Module) -> str:
+    """How the original is another model than the checkpoint's config.json describes; empty when it is the same."""
+    if type(model).__name__ != type(original).__name__:
+        return f"it is {type(original).__name__}, the checkpoint {type(model).__name__}"
+    ours, theirs = ({name: list(tensor.shape) for name, tensor in each.state_dict().items()} for each in (model, original))
+    other = [name for name in dict.fromkeys((*ours, *theirs)) if ours.get(name) != theirs.get(name)]
+    if not other:
+        return ""
+    its, here = (f"of shape {each[other[0]]}" if other[0] in each else "missing" for each in (theirs, ours))
+    return f"its {other[0]} is {its}, the checkpoint's is {here} ({len(other)} tensors differ)"
+
+
 def _attempt(findings: list[Finding], place: str, action: Callable[[], T]) -> T | None:
     try:
         return action()
     except UserError as error:
         what, _, fix = str(error).partition("; ")
-        findings.append(Finding(place, what, fix or DOWNLOAD))
+        findings.append(Finding(place, what, AGAIN if fix == "download it again" else fix or DOWNLOAD))
         return None
 
 
@@ -263,7 +284,7 @@ def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], stran
         return None
     original = _read_original(seen.original, site)
     if original.shape != quantized.codes.shape:
-        strange.append(Finding(weight.name, f"has shape {list(weight.shape)}, the original {list(original.shape)}", "check --reference"))
+        strange.append(Finding(weight.name, f"has shape {list(weight.shape)}, the original {list(original.shape)}", DOWNLOAD))
         return None
     layer = layer_error(weight.name, scheme, quantized.dequantize(), original)
     far = 0
@@ -364,12 +385,12 @@ def _rows(files: Checkpoint, name: str, start: int, stop: int) -> Tensor:
 
 def _losses(seen: _Seen, text: str | None, trust_remote_code: bool) -> tuple[list[float | None], list[str]]:
     """Loss of the checkpoint and of the original on the beginning of `text`, and notes."""
-    tokenizer = load_tokenizer(seen.files.directory, trust_remote_code)
     content = evaluation_text().read_text(encoding="utf-8")[: 16 * LOSS_TOKENS] if text is None else text
     config: transformers.PretrainedConfig = seen.model.config  # type: ignore[assignment]
     try:
+        tokenizer = load_tokenizer(seen.files.directory, trust_remote_code)
         if tokenizer is None:
-            raise UserError(f"{seen.files.directory} has no tokenizer that can be loaded")
+            raise UserError(f"{seen.files.directory} has no tokenizer files")
         tokens, _ = text_rows(content, "for the loss", tokenizer, min(LOSS_TOKENS, max_length(config) or LOSS_TOKENS), 1)
         if int(tokens.max()) >= config.get_text_config().vocab_size:
             raise UserError(f"the tokenizer in {seen.files.directory} gives tokens that the model does not have")

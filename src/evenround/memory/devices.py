@@ -5,7 +5,6 @@ Only `torch.accelerator` and this file know about kinds of devices. A CPU comput
 """
 
 import ctypes
-import gc
 import re
 import resource
 import sys
@@ -73,7 +72,6 @@ def peak_bytes(device: torch.device) -> int:
 
 def release_host_memory() -> None:
     """Give freed memory back to the system. glibc keeps pieces of it otherwise: 8 MB a layer of 10 MB was seen."""
-    gc.collect()
     if sys.platform == "linux":
         try:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
