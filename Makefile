@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 PEERS := .venv-peers
 
-.PHONY: environment demo test lint types docs docs-check bench peers clean
+.PHONY: environment demo test lint types docs docs-check bench peers peers-goldens clean
 
 environment: $(VENV)/made
 
@@ -53,10 +53,14 @@ docs-check: $(VENV)/made
 	$(BIN)/python tools/cli_docs.py --check
 
 bench: $(VENV)/made
-	$(BIN)/python tools/bench.py
+	$(BIN)/python tools/bench.py src/evenround/data/tiny-llama $(wildcard models/SmolLM2-135M-Instruct)
 
 peers: $(VENV)/made $(PEERS)/made
 	$(BIN)/python tools/peers/compare.py --peer $(PEERS)/bin/python
+
+# auto-round's rounding again, against the hashes that the tests use.
+peers-goldens: $(VENV)/made $(PEERS)/made
+	$(PEERS)/bin/python tools/peers/rtn_goldens.py src/evenround/data/tiny-llama tests/golden/autoround_rtn.json --check
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist demo_out peers_out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -51,15 +51,31 @@ def kl(python: Path, reference: Path, candidates: list[Path]) -> list[float]:
     return [values[str(candidate)]["kl"] for candidate in candidates]
 
 
+def weight_scheme(name: str) -> WeightScheme:
+    """`W4g128`, `W2g64asym`, `W3channel` → the scheme."""
+    match = re.fullmatch(r"W(\d)(?:g(\d+)|(channel)|(tensor))(asym)?", name)
+    if not match:
+        sys.exit(f"scheme {name!r} is not of the form W4g128, W3channel or W8tensor, with asym behind it or not")
+    group = int(match.group(2)) if match.group(2) else -1 if match.group(3) else 0
+    return WeightScheme(bits=int(match.group(1)), group_size=group, symmetric=not match.group(5))
+
+
+def read_back(options: argparse.Namespace, name: str) -> dict[str, object]:
+    """Our files of one scheme, rounded to nearest, through both readers: mean KL of each to our fake-quantized model."""
+    folder = options.out / "readers" / name
+    scheme = Scheme(weight=weight_scheme(name))
+    quantize(tiny_llama(), folder, scheme=scheme, iters=0, format="llm_compressor,auto_round,fake", overwrite=True)
+    values = kl(options.peer, folder / "fake", [folder / "llm_compressor", folder / "auto_round"])
+    return {"scheme": name, "reader_kl_compressed_tensors": values[0], "reader_kl_auto_round": values[1]}
+
+
 def compare(options: argparse.Namespace, name: str, rows: Path) -> dict[str, object]:
     """One scheme: both tools, KL of both, seconds of both, and our files through the readers."""
-    match = re.fullmatch(r"W(\d)g(\d+)(asym)?", name)
-    if not match:
-        sys.exit(f"scheme {name!r} is not of the form W4g128 or W4g128asym")
-    bits, group, asym = int(match.group(1)), int(match.group(2)), bool(match.group(3))
+    weight = weight_scheme(name)
     model, folder = tiny_llama(), options.out / name
     theirs = folder / "auto-round"
-    flags = ["--bits", bits, "--group_size", group, *(["--asym"] if asym else []), "--iters", options.iters, "--seed", options.seed]
+    asym = [] if weight.symmetric else ["--asym"]
+    flags = ["--bits", weight.bits, "--group_size", weight.group_size, *asym, "--iters", options.iters, "--seed", options.seed]
     peer(options.peer, "autoround_export.py", model, theirs, *flags, "--rows", rows, "--format", "llm_compressor")
     their_run = json.loads((theirs / "peer_run.json").read_text())
     torch.set_num_threads(1)
@@ -67,7 +83,7 @@ def compare(options: argparse.Namespace, name: str, rows: Path) -> dict[str, obj
     record = quantize(
         model,
         folder / "ours",
-        scheme=Scheme(weight=WeightScheme(bits=bits, group_size=group, symmetric=not asym)),
+        scheme=Scheme(weight=weight),
         iters=options.iters,
         dataset=load_file(rows)["tokens"],
         seqlen=256,
@@ -99,6 +115,7 @@ def main() -> int:
     parser.add_argument("--peer", type=Path, required=True, help="python of the environment that make_env.sh made")
     parser.add_argument("--out", type=Path, default=Path("peers_out"))
     parser.add_argument("--schemes", default="W2g64,W3g128,W4g128")
+    parser.add_argument("--readers", default="W4g32asym,W2g64asym,W3channel,W5g32,W8g128,W8g32asym,W4tensor", help="rounded, read back")
     parser.add_argument("--iters", type=int, default=200)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()
@@ -130,8 +147,15 @@ def main() -> int:
             f"{row['reader_kl_compressed_tensors']:.1e}", f"{row['reader_kl_auto_round']:.1e}",
         )  # fmt: skip
     Console(width=140).print(table)
+    read = [read_back(options, name) for name in options.readers.split(",") if name]
+    (options.out / "readers.json").write_text(json.dumps(read, indent=1))
+    for row in read:
+        values = "compressed-tensors {reader_kl_compressed_tensors:.1e}, auto-round {reader_kl_auto_round:.1e}".format(**row)
+        print(f"{row['scheme']}: mean KL of what a reader makes of our files to our fake-quantized model: {values}", flush=True)
     worse = [row["scheme"] for row in results if row["kl_evenround"] > row["kl_auto_round"]]  # type: ignore[operator]
-    misread = [row["scheme"] for row in results if max(row["reader_kl_compressed_tensors"], row["reader_kl_auto_round"]) > READERS_AGREE]  # type: ignore[type-var, operator]
+    misread = [
+        row["scheme"] for row in [*results, *read] if max(row["reader_kl_compressed_tensors"], row["reader_kl_auto_round"]) > READERS_AGREE
+    ]  # type: ignore[type-var, operator]
     if worse or misread:
         print(f"worse than auto-round: {worse or 'none'}; readers disagree: {misread or 'none'}")
     return 1 if worse or misread else 0
