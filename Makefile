@@ -34,7 +34,7 @@ $(PEERS)/made: tools/peers/make_env.sh
 	touch $@
 
 demo: $(VENV)/made
-	$(BIN)/python tools/demo.py
+	TQDM_DISABLE=1 $(BIN)/python tools/demo.py
 
 test: $(VENV)/made
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS)

@@ -8,9 +8,10 @@ import torch
 import transformers
 
 from conftest import ARCHITECTURES, SMALL, save_model
+from evenround.calls import embed, head_inputs, outside_blocks
 from evenround.checkpoint import Checkpoint
 from evenround.errors import UserError
-from evenround.model import Skeleton, embed, head_inputs, outside_blocks, skeleton_from
+from evenround.model import Skeleton, skeleton_from
 from evenround.tune import Block, run_all
 
 CPU = torch.device("cpu")

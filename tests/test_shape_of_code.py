@@ -21,6 +21,7 @@ ORDER = (
     "tensorfile",
     "checkpoint",
     "model",
+    "calls",
     "documents",
     "calibration",
     "memory",

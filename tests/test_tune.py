@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from conftest import ARCHITECTURES, save_model
+from evenround.calls import embed
 from evenround.checkpoint import Checkpoint
 from evenround.config import TuneConfig
 from evenround.errors import UserError
-from evenround.model import Skeleton, embed, skeleton_from
+from evenround.model import Skeleton, skeleton_from
 from evenround.numerics.integer import quantize
 from evenround.scheme import WeightScheme
 from evenround.tune import Block, GroupResult, Samples, initial_state, round_to_nearest, run_all, squared_error, step, tune_block

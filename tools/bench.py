@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from evenround.calls import embed
 from evenround.checkpoint import Checkpoint
 from evenround.config import RECIPES, TuneConfig
 from evenround.data import tiny_llama
 from evenround.memory.devices import native_bfloat16
-from evenround.model import embed, skeleton_from
+from evenround.model import skeleton_from
 from evenround.scheme import preset
 from evenround.tune import Block, Samples, follow_sign, initial_state, run_all, squared_error, step
 

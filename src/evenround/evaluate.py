@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
+from evenround.calls import embed, outside_blocks, recording
 from evenround.data import evaluation_text
 from evenround.documents import DEMO
 from evenround.errors import UserError
 from evenround.loading import check_folder, load_model, load_tokenizer
 from evenround.memory.devices import pick_device
-from evenround.model import Skeleton, embed, load_config, max_length, outside_blocks, recording
+from evenround.model import Skeleton, load_config, max_length
 
 __all__ = ["Evaluation", "evaluate", "load_model", "streamed_loss", "text_rows"]
 

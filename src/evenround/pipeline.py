@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 
 from evenround.calibration import TokenRows, load_calibration
+from evenround.calls import BlockCall, embed, head_inputs
 from evenround.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype
 from evenround.errors import UserError
@@ -24,7 +25,7 @@ from evenround.export import Exporter, get_exporter
 from evenround.loading import load_tokenizer
 from evenround.manifest import Chains, Manifest, require_space
 from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory
-from evenround.model import BlockCall, Site, Skeleton, embed, head_inputs, max_length, skeleton_from
+from evenround.model import Site, Skeleton, max_length, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
 from evenround.output import exclusive, finish_checkpoint, prepare
 from evenround.record import BlockRecord, total_seconds, versions

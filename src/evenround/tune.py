@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from evenround.calls import BlockCall
 from evenround.config import TuneConfig
 from evenround.errors import UserError
-from evenround.model import BlockCall, Site
+from evenround.model import Site
 from evenround.numerics.integer import IntegerQDQ, QuantizedWeight, chunks, from_groups, group_range, quantize, to_groups
 from evenround.scheme import WeightScheme
 
