@@ -472,3 +472,17 @@ def test_coarser_computing_than_the_weights_is_told(tmp_path: Path) -> None:
     save_model(ARCHITECTURES["llama"], tmp_path / "source", torch.float32)
     run(tmp_path / "source", tmp_path / "made", compute_dtype="bfloat16", progress=Listening())
     assert any("--compute_dtype bfloat16 rounds the weights, which are float32" in note for note in Listening.notes)
+
+
+def test_no_room_for_the_second_format_gives_back_the_firsts(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = CheckpointWriter.__init__
+
+    def crowded(self: CheckpointWriter, directory: Path, *arguments: object) -> None:
+        if directory.name == "fake":
+            raise UserError("no room")
+        reserve(self, directory, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckpointWriter, "__init__", crowded)
+    with pytest.raises(UserError, match="no room"):
+        run(source, tmp_path, format="auto_round,fake")
+    assert not list(tmp_path.rglob("*.partial"))

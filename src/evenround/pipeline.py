@@ -18,7 +18,7 @@ from torch import Tensor
 
 from evenround.calibration import TokenRows, load_calibration
 from evenround.calls import BlockCall, embed, head_inputs
-from evenround.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
+from evenround.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, remove_checkpoint
 from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype
 from evenround.errors import UserError
 from evenround.export import Exporter, get_exporter
@@ -316,7 +316,13 @@ def _open_formats(
     for exporter in exporters:
         folder = output.output_dir if len(exporters) == 1 else output.output_dir / exporter.name
         specs = output_specs(exporter, skeleton, schemes)
-        formats.append(_Format(exporter, folder, CheckpointWriter(folder, specs, output.max_shard_size)))
+        try:
+            formats.append(_Format(exporter, folder, CheckpointWriter(folder, specs, output.max_shard_size)))
+        except UserError:
+            for form in formats:
+                if form.writer.fresh == frozenset(form.writer.specs):  # reserved by this run just now: give the disk back
+                    remove_checkpoint(form.folder)
+            raise
     return tuple(formats)
 
 
