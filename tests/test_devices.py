@@ -8,7 +8,7 @@ import torch
 
 from evenround.errors import UserError
 from evenround.memory import devices
-from evenround.memory.devices import native_bfloat16, peak_bytes, pick_compute_dtype, pick_device, release_host_memory
+from evenround.memory.devices import native_bfloat16, peak_bytes, pick_compute_dtype, pick_device, release_host_memory, simulated_capacity
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Machine = Callable[[str | None, int], None]
@@ -55,9 +55,9 @@ def test_auto_without_an_accelerator_is_the_cpu(machine: Machine) -> None:
             (
                 "xpu",
                 text,
-                f"--device {text!r}: more than one device, maps and simulated devices are not implemented yet; give one, such as cuda:0",
+                f"--device {text!r}: more than one device and maps are not implemented yet; give one, such as cuda:0",
             )
-            for text in ("0,1", "mlp=cuda:1", "sim:2x1GiB", "4x80GiB")
+            for text in ("0,1", "mlp=cuda:1", "4x80GiB")
         ),
     ],
 )
@@ -145,3 +145,25 @@ def test_memory_is_released_where_the_c_library_can(monkeypatch: pytest.MonkeyPa
 def test_peak_memory_of_an_accelerator_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 77)
     assert peak_bytes(CUDA) == 77
+
+
+def test_a_simulated_device_is_given_by_its_size() -> None:
+    assert simulated_capacity("sim:256MiB") == simulated_capacity(" SIM:1x256MiB ") == 2**28
+    assert simulated_capacity("cuda:0") is simulated_capacity("cpu") is None
+
+
+@pytest.mark.parametrize("text", ["sim:2x1GiB", "sim:0=1GiB,1=2GiB", "sim:1GiB,1GiB"])
+def test_several_simulated_devices_are_refused(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        simulated_capacity(text)
+    assert str(caught.value) == f"--device {text!r}: several simulated devices are not implemented yet; give one, such as sim:256MiB"
+
+
+def test_a_simulated_device_of_no_size() -> None:
+    with pytest.raises(UserError, match=r"size 'big' \(--device\) cannot be read"):
+        simulated_capacity("sim:big")
+
+
+def test_only_quantize_runs_on_simulated_devices() -> None:
+    with pytest.raises(UserError, match="--device 'sim:1GiB': only `quantize` can run on a simulated device yet"):
+        pick_device("sim:1GiB")

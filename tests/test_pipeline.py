@@ -486,3 +486,25 @@ def test_no_room_for_the_second_format_gives_back_the_firsts(source: Path, tmp_p
     with pytest.raises(UserError, match="no room"):
         run(source, tmp_path, format="auto_round,fake")
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_simulated_device_gives_the_same_bytes_and_its_own_peak(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "cpu")
+    record = run(source, tmp_path / "simulated", device_map="sim:1GiB")
+    assert contents(tmp_path / "cpu") == contents(tmp_path / "simulated")
+    totals = record["totals"]
+    assert isinstance(totals, dict) and 100_000 < totals["peak_bytes"] < 10_000_000
+    fits = totals["peak_bytes"]
+    run(source, tmp_path / "exactly", device_map=f"sim:{fits}")
+    assert contents(tmp_path / "exactly") == contents(tmp_path / "cpu")
+
+
+def test_a_device_too_small_loses_nothing(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "whole", device_map="sim:1GiB")
+    totals = record["totals"]
+    assert isinstance(totals, dict)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(source, tmp_path / "made", device_map=f"sim:{totals['peak_bytes'] - 1}")
+    assert not (tmp_path / "made" / "config.json").exists()
+    run(source, tmp_path / "made", device_map="sim:1GiB")
+    assert contents(tmp_path / "made") == contents(tmp_path / "whole")

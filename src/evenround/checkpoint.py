@@ -60,13 +60,13 @@ _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.partial|\.index\.j
 _UNITS = {"B": 1, **{f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}, **{f"{u}IB": 1024**i for i, u in enumerate("KMGT", 1)}}
 
 
-def parse_size(text: str | int) -> int:
-    """`--max_shard_size` in bytes: `5GB` is 5·10⁹, `2GiB` 2·2³⁰, a bare number is bytes; any case. Raises `UserError`."""
+def parse_size(text: str | int, flag: str = "--max_shard_size") -> int:
+    """A size in bytes: `5GB` is 5·10⁹, `2GiB` 2·2³⁰, a bare number is bytes; any case. Raises `UserError`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = (match.group(2).upper() or "B") if match else ""
     size = int(float(match.group(1)) * _UNITS[unit]) if match and unit in _UNITS else 0
     if size < 1:
-        raise UserError(f"size {text!r} (--max_shard_size) cannot be read; write a positive number and a unit, such as 5GB, 500MB or 2GiB")
+        raise UserError(f"size {text!r} ({flag}) cannot be read; write a positive number and a unit, such as 5GB, 500MB or 2GiB")
     return size
 
 

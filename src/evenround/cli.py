@@ -143,7 +143,7 @@ def _add_quantize(parser: _Parser) -> None:
     add("--json", action="store_true", help="print a summary of the run record to stdout")
     group = parser.add_argument_group("machine")
     add = group.add_argument
-    add("--device", "--device_map", "--devices", default="auto", help="auto, cpu, cuda:0, xpu:0, or a number")
+    add("--device", "--device_map", "--devices", default="auto", help="auto, cpu, cuda:0, xpu:0, a number, or sim:256MiB: a simulated one")
     add("--compute_dtype", choices=COMPUTE_DTYPES, default="auto", help="auto: the model's own where the device multiplies it natively")
     add("--disable_amp", action="store_true", help="compute in float32")
     _add_trust(parser)

@@ -6,7 +6,7 @@ holds one block group and the two input chains, whatever the model's depth.
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,8 @@ from evenround.errors import UserError
 from evenround.export import Exporter, get_exporter
 from evenround.loading import load_tokenizer
 from evenround.manifest import Chains, Manifest, require_space
-from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory
+from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory, simulated_capacity
+from evenround.memory.simulate import SimulatedDevices
 from evenround.model import Site, Skeleton, max_length, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
 from evenround.output import exclusive, finish_checkpoint, prepare
@@ -106,12 +107,27 @@ class _Run:
     formats: tuple[_Format, ...]
     device: torch.device
     dtype: torch.dtype
+    peak: Callable[[], int]
+    """Most bytes that the device has held so far."""
     tell: Progress
 
 
 def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
-    """Quantize; returns the run record. Raises `UserError` for wrong input, always before finished work would be lost."""
+    """Quantize; returns the run record.
+
+    Raises `UserError` for wrong input, always before finished work would be lost, and `torch.OutOfMemoryError` when the device is too
+    small: the same job on a larger one goes on where it stopped.
+    """
     tell = progress or Silent()
+    capacity = simulated_capacity(job.device.device)
+    if capacity is None:
+        device = pick_device(job.device.device)
+        return _quantize(job, tell, device, lambda: peak_bytes(device))
+    with SimulatedDevices([capacity]) as devices:
+        return _quantize(job, tell, torch.device("cpu", 0), lambda: devices.peak[0])
+
+
+def _quantize(job: Job, tell: Progress, device: torch.device, peak: Callable[[], int]) -> dict[str, object]:
     exporters = [get_exporter(name) for name in job.output.formats]
     source = locate(job.model)
     checkpoint = Checkpoint.open(source)
@@ -123,7 +139,6 @@ def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
     for note in [note for exporter in exporters for note in exporter.cautions(schemes)]:
         tell.note(note)
 
-    device = pick_device(job.device.device)
     dtype = _compute_dtype(job, skeleton, device, tell)
     rows = _calibration_rows(job, source, skeleton, tell) if job.tune.iters else None
     settings = _settings(job, source, checkpoint, schemes, rows, dtype, device)
@@ -134,7 +149,7 @@ def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
             return finished
         manifest = Manifest.open(job.output.output_dir, settings)
         formats = _open_formats(job.output, exporters, skeleton, schemes)
-        return _work(_Run(job, source, skeleton, schemes, rows, formats, device, dtype, tell), settings, manifest)
+        return _work(_Run(job, source, skeleton, schemes, rows, formats, device, dtype, peak, tell), settings, manifest)
 
 
 def _work(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> dict[str, object]:
@@ -354,7 +369,7 @@ def _do_group(
         clock.lap("tune")
     written = _write_group(group.tensors, run, quantized, clock)
     release_host_memory()
-    return chains, _block_record(group, result, quantized, clock, run.device), written
+    return chains, _block_record(group, result, quantized, clock, run.peak()), written
 
 
 def _blocks(run: _Run, group: _Group, calls: Sequence[BlockCall]) -> tuple[Block, ...]:
@@ -431,7 +446,7 @@ def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, Quan
 
 
 def _block_record(
-    group: _Group, result: GroupResult | None, quantized: Mapping[str, QuantizedWeight], clock: "_Clock", device: torch.device
+    group: _Group, result: GroupResult | None, quantized: Mapping[str, QuantizedWeight], clock: "_Clock", peak: int
 ) -> BlockRecord:
     if not quantized:
         kept = "float"
@@ -445,7 +460,7 @@ def _block_record(
         best_iteration=result.best_iteration if result else None,
         losses=result.losses if result else (),
         seconds=dict(clock.seconds),
-        peak_bytes=peak_bytes(device),
+        peak_bytes=peak,
         notes=result.notes if result else (),
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from evenround.checkpoint import parse_size
 from evenround.errors import UserError
 
 
@@ -23,10 +24,10 @@ def pick_device(text: str) -> torch.device:
         return torch.device(accelerator.type, 0) if accelerator else torch.device("cpu")
     if wish == "cpu":
         return torch.device("cpu")
-    if "," in wish or "=" in wish or wish.startswith("sim:") or re.fullmatch(r"\d+x.+", wish):
-        raise UserError(
-            f"--device {text!r}: more than one device, maps and simulated devices are not implemented yet; give one, such as cuda:0"
-        )
+    if wish.startswith("sim:"):
+        raise UserError(f"--device {text!r}: only `quantize` can run on a simulated device yet")
+    if "," in wish or "=" in wish or re.fullmatch(r"\d+x.+", wish):
+        raise UserError(f"--device {text!r}: more than one device and maps are not implemented yet; give one, such as cuda:0")
     match = re.fullmatch(r"(?:([a-z]+)(?::(\d+))?|(\d+))", wish)
     if not match:
         raise UserError(f"--device {text!r} is not understood; use auto, cpu, an accelerator such as cuda:0, or its number")
@@ -37,6 +38,17 @@ def pick_device(text: str) -> torch.device:
     if number >= torch.accelerator.device_count():
         raise UserError(f"--device {text!r}: devices 0 to {torch.accelerator.device_count() - 1} are here")
     return torch.device(accelerator.type, number)
+
+
+def simulated_capacity(text: str) -> int | None:
+    """Bytes of the one simulated device that `sim:256MiB` (or `sim:1x256MiB`) asks for; None for real devices. Raises `UserError`."""
+    wish = text.strip()
+    if not wish.lower().startswith("sim:"):
+        return None
+    size = re.sub(r"^1x", "", wish[4:])
+    if "=" in size or "," in size or re.match(r"\d+x", size):
+        raise UserError(f"--device {text!r}: several simulated devices are not implemented yet; give one, such as sim:256MiB")
+    return parse_size(size, "--device")
 
 
 def native_bfloat16(device: torch.device) -> bool:
