@@ -26,6 +26,7 @@ from evenround.checkpoint import Checkpoint
 from evenround.config import TuneConfig
 from evenround.memory.simulate import SimulatedDevices, SimulatedTensor
 from evenround.model import Site, skeleton_from
+from evenround.numerics.integer import chunks
 from evenround.scheme import WeightScheme
 from evenround.tune import Block, Samples, follow_sign, initial_state, step
 
@@ -593,3 +594,10 @@ def test_random_networks_over_two_devices_have_the_bits_of_the_plain_cpu(kinds: 
     with SimulatedDevices([GB, GB]) as sim:
         found = run(("cpu:0", "cpu:1"))
     assert all(torch.equal(a, b) for a, b in zip(found, run(("cpu", "cpu")), strict=True)) and sim.used == (0, 0)
+
+
+def test_a_simulated_device_works_on_whole_weights_at_once_as_an_accelerator_does() -> None:
+    rows = torch.zeros(4096, 64)
+    assert len(chunks(rows)) == 4
+    with SimulatedDevices([2**24]):
+        assert len(chunks(rows.to("cpu:0"))) == 1

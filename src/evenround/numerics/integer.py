@@ -118,9 +118,10 @@ CHUNK = 1 << 16
 
 
 def chunks(rows: Tensor) -> list[slice]:
-    """Slices of the rows of `[groups, size]` to work on one after another: cache-sized on a CPU, everything at once elsewhere."""
+    """Slices of the rows of `[groups, size]` to work on one after another: cache-sized on a CPU, everything at once on an accelerator."""
     count, size = rows.shape
-    step = max(1, CHUNK // size) if rows.device.type == "cpu" else max(1, count)
+    host = rows.device.type == "cpu" and rows.device.index is None  # `cpu:0` is a simulated accelerator, and works as one
+    step = max(1, CHUNK // size) if host else max(1, count)
     return [slice(start, start + step) for start in range(0, count, step)]
 
 
