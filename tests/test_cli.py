@@ -81,6 +81,7 @@ def test_no_flag_is_both_known_and_refused() -> None:
         (["--group_size", "100"], "group_size 100 (--group_size) does not divide the width 256 of model.layers.0.self_attn.q_proj"),
         (["--iters", "-1"], "--iters -1 must be a whole number of at least 0"),
         (["--iters", "0"], "add --disable_opt_rtn"),
+        (["--disable_opt_rtn"], "--disable_opt_rtn is for --iters 0 and would change nothing here"),
         (["--lr", "0"], "--lr 0.0 must be a positive number"),
         (["--momentum", "1"], "--momentum 1.0 must be"),
         (["--nblocks", "0"], "--nblocks 0 must be"),

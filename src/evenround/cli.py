@@ -203,6 +203,8 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
         raise UserError(
             "--iters 0 without --disable_opt_rtn asks for rounding with a scale search, which is not implemented yet; add --disable_opt_rtn"
         )
+    if options.disable_opt_rtn and not rounds_only:
+        raise UserError("--disable_opt_rtn is for --iters 0 and would change nothing here; leave it out")
     if options.disable_amp and options.compute_dtype not in ("auto", "float32"):
         raise UserError(f"--disable_amp asks for float32, --compute_dtype for {options.compute_dtype}; give one")
     tasks = [task for task in options.tasks.split(",") if task]
