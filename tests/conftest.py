@@ -1,12 +1,19 @@
 """Small models and texts for the tests. Everything is built or shipped here; nothing is downloaded."""
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
+from evenround.blocks import Block, Group, Weights, on_devices
+from evenround.chains import HOST, Chain, Home
 from evenround.data import tiny_llama
+from evenround.memory.place import Label, Layout, Placement, no_label
+from evenround.tune import float_outputs
 
 torch.set_num_threads(1)  # test processes share the cores
 
@@ -60,6 +67,47 @@ def save_model(
     model = model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+@contextlib.contextmanager
+def group_of(
+    blocks: Sequence[Block],
+    micro_batch: int,
+    devices: Sequence[torch.device] = (HOST,),
+    places: Mapping[str, int] | None = None,
+    label: Label = no_label,
+) -> Iterator[Group]:
+    """The blocks as a group on the first of `devices`, but modules in `places` (name → number) on others; chains are on the host."""
+    layout = Layout(strategy="single", replicas=({"": 0, **(places or {})},), owners={}, micro_batch=micro_batch, chains="host")
+    with on_devices(blocks, Placement(layout, devices, label)) as group:
+        yield group
+
+
+def host_chain(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Chain:
+    """A chain in host memory, values undefined."""
+    return Chain.empty(shape, dtype, [Home(HOST, shape[0])])
+
+
+def chain_of(values: Tensor) -> Chain:
+    """A chain that holds the tensor itself."""
+    return Chain((values,))
+
+
+def values_of(chain: Chain | None) -> Tensor:
+    """All samples of a chain, a tensor of its own."""
+    assert chain is not None
+    return torch.cat(list(chain.on_host()))
+
+
+def run_all(blocks: Sequence[Block], hidden: Tensor, batch: int, weights: Weights | None = None) -> Tensor:
+    """What the blocks give for all samples, `batch` at a time: the float blocks, or those with `weights` in place of their own."""
+    with group_of(blocks, batch) as group, torch.no_grad():
+        if weights is None:
+            out = host_chain(hidden.shape, hidden.dtype)
+            float_outputs(group, chain_of(hidden), out)
+            return values_of(out)
+        parts = [range(start, min(start + batch, len(hidden))) for start in range(0, len(hidden), batch)]
+        return torch.cat([group.forward(hidden[part.start : part.stop], part, 0, weights) for part in parts])
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,7 @@ def test_no_flag_is_both_known_and_refused() -> None:
         (["--format", "fake,fake"], "names a format twice"),
         (["--format", ","], "--format is empty"),
         (["--max_shard_size", "big"], "size 'big' (--max_shard_size) cannot be read"),
-        (["--device", "4x80GiB"], "are not implemented yet; give one"),
+        (["--device", "4x80GiB"], "there is no cuda:0 here (only the CPU); use auto for what is here"),
         (["--device", "cuda:zero"], "is not understood"),
         (["--compute_dtype", "float8"], "invalid choice: 'float8'"),
         (["--disable_amp", "--compute_dtype", "bfloat16"], "give one"),
@@ -125,6 +125,6 @@ def test_interrupted(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def interrupt(*args: object, **kwargs: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("evenround.cli.quantize", interrupt)
+    monkeypatch.setattr("evenround.cli.run", interrupt)
     assert main(["quantize", str(tiny), *LIGHT, "--output_dir", str(tmp_path)]) == 130
     assert "run the same command again to go on" in capsys.readouterr().err

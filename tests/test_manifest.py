@@ -10,15 +10,25 @@ import pytest
 import safetensors.torch
 import torch
 
+from conftest import chain_of, host_chain, values_of
+from evenround.chains import HOST, Chain, Chains, Home
 from evenround.config import OutputConfig
 from evenround.errors import UserError
-from evenround.manifest import FOLDER, Chains, Manifest, refuse_other_settings, require_space
+from evenround.manifest import FOLDER, Manifest, refuse_other_settings, require_space
 from evenround.output import prepare
 from evenround.record import RECORD, BlockRecord, read_record, total_seconds, write_record
 
 GROUPS = 3
 SCHEMES = {"q": {"bits": 4}, "k": None}
 SETTINGS: dict[str, object] = {"tune": {"iters": 2, "lr": 0.1}, "schemes": SCHEMES, "rows": (4, 8), "versions": {"torch": "2"}}
+
+
+def on_host(samples: int) -> tuple[Home, ...]:
+    return (Home(HOST, samples),)
+
+
+def scaled(chain: Chain, factor: float) -> Chain:
+    return chain_of(values_of(chain) * factor)
 
 
 class Killed(BaseException):
@@ -35,14 +45,15 @@ def go(output_dir: Path, log: list[str]) -> list[dict[str, object]]:
     manifest = Manifest.open(output_dir, SETTINGS)
     start = torch.ones(2, 3, 4, dtype=torch.bfloat16)
     if manifest.done == 0:
-        chains = Chains(start, start)
+        first = chain_of(start)
+        chains = Chains(first, first)
         manifest.commit(chains, None)
     elif manifest.done <= GROUPS:
-        chains = manifest.chains()
+        chains = manifest.chains(on_host)
     for number in range(manifest.done - 1, GROUPS):
         log.append(f"group {number}")
-        chains = Chains(chains.float_inputs * 2, chains.quantized_inputs * 3)
-        sums = [float(chains.float_inputs.sum()), float(chains.quantized_inputs.sum())]
+        chains = Chains(scaled(chains.float_inputs, 2), scaled(chains.quantized_inputs, 3))
+        sums = [float(values_of(chain).sum()) for chain in (chains.float_inputs, chains.quantized_inputs)]
         manifest.commit(chains if number + 1 < GROUPS else None, {"group": number, "sums": sums, "seconds": {"tune": 0.5}})
     sites = [{"name": name, "scheme": scheme} for name, scheme in SCHEMES.items()]
     settings = {key: value for key, value in SETTINGS.items() if key not in ("schemes", "versions")}
@@ -120,9 +131,9 @@ def test_killed_again_and_again_a_run_comes_to_its_end(tmp_path: Path) -> None:
 def started(folder: Path) -> Manifest:
     """A manifest with one finished group."""
     manifest = Manifest.open(folder, SETTINGS)
-    start = torch.arange(24.0).reshape(2, 3, 4)
+    start = chain_of(torch.arange(24.0).reshape(2, 3, 4))
     manifest.commit(Chains(start, start), None)
-    manifest.commit(Chains(start * 2, start * 3), {"group": 0})
+    manifest.commit(Chains(scaled(start, 2), scaled(start, 3)), {"group": 0})
     return manifest
 
 
@@ -132,9 +143,9 @@ def test_what_was_committed_is_found_again(tmp_path: Path) -> None:
     assert Manifest.exists(tmp_path)
     again = Manifest.open(tmp_path, SETTINGS)
     assert (again.done, again.blocks) == (2, [{"group": 0}])
-    chains = again.chains()
-    assert torch.equal(chains.float_inputs, torch.arange(24.0).reshape(2, 3, 4) * 2)
-    assert torch.equal(chains.quantized_inputs, torch.arange(24.0).reshape(2, 3, 4) * 3)
+    chains = again.chains(on_host)
+    assert torch.equal(values_of(chains.float_inputs), torch.arange(24.0).reshape(2, 3, 4) * 2)
+    assert torch.equal(values_of(chains.quantized_inputs), torch.arange(24.0).reshape(2, 3, 4) * 3)
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["inputs-00002.safetensors", "manifest.json"]
     again.remove()
     again.remove()
@@ -144,18 +155,34 @@ def test_what_was_committed_is_found_again(tmp_path: Path) -> None:
 def test_one_tensor_for_both_chains_is_saved_once(tmp_path: Path) -> None:
     manifest = Manifest.open(tmp_path, SETTINGS)
     inputs = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0)).transpose(1, 2)  # not contiguous
-    manifest.commit(Chains(inputs, inputs), None)
+    chain = chain_of(inputs)
+    manifest.commit(Chains(chain, chain), None)
     assert list(safetensors.torch.load_file(tmp_path / FOLDER / "inputs-00001.safetensors")) == ["float"]
-    chains = Manifest.open(tmp_path, SETTINGS).chains()
-    assert chains.quantized_inputs is chains.float_inputs and torch.equal(chains.float_inputs, inputs)
+    chains = Manifest.open(tmp_path, SETTINGS).chains(on_host)
+    assert chains.quantized_inputs is chains.float_inputs and torch.equal(values_of(chains.float_inputs), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_chains_keep_their_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     inputs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-    Manifest.open(tmp_path, SETTINGS).commit(Chains(inputs, inputs + 1), None)
-    chains = Manifest.open(tmp_path, SETTINGS).chains()
-    assert chains.float_inputs.dtype == dtype and torch.equal(chains.float_inputs, inputs)
+    Manifest.open(tmp_path, SETTINGS).commit(Chains(chain_of(inputs), chain_of(inputs + 1)), None)
+    chains = Manifest.open(tmp_path, SETTINGS).chains(on_host)
+    assert chains.float_inputs.dtype == dtype and torch.equal(values_of(chains.float_inputs), inputs)
+    assert chains.quantized_inputs.dtype == dtype and torch.equal(values_of(chains.quantized_inputs), inputs + 1)
+
+
+def test_chains_are_saved_from_and_loaded_to_wherever_they_lie(tmp_path: Path) -> None:
+    values = torch.randn(11, 3, 4, generator=torch.Generator().manual_seed(0))
+    homes = (Home(HOST, 2), Home(HOST, 8, tmp_path), Home(HOST, 1))
+    spread = Chain.empty(values.shape, values.dtype, homes)
+    spread.write(range(11), values)
+    assert [len(part) for part in spread.parts] == [2, 8, 1]
+    Manifest.open(tmp_path / "out", SETTINGS).commit(Chains(spread, chain_of(values)), None)
+    saved = safetensors.torch.load_file(tmp_path / "out" / FOLDER / "inputs-00001.safetensors")
+    assert torch.equal(saved["float"], values) and torch.equal(saved["quantized"], values)
+    chains = Manifest.open(tmp_path / "out", SETTINGS).chains(lambda samples: homes if samples == 11 else ())
+    assert [len(part) for part in chains.float_inputs.parts] == [2, 8, 1]
+    assert torch.equal(values_of(chains.float_inputs), values) and torch.equal(values_of(chains.quantized_inputs), values)
 
 
 def test_a_run_without_text_has_no_chains(tmp_path: Path) -> None:
@@ -242,7 +269,7 @@ def test_chains_that_are_gone_or_broken_are_refused(tmp_path: Path, spoil: Calla
     path = tmp_path / FOLDER / "inputs-00002.safetensors"
     spoil(path)
     with pytest.raises(UserError) as caught:
-        Manifest.open(tmp_path, SETTINGS).chains()
+        Manifest.open(tmp_path, SETTINGS).chains(on_host)
     assert str(caught.value).startswith(f"{path} cannot be read (") and str(caught.value).endswith("); start anew with --overwrite")
 
 
@@ -256,12 +283,12 @@ def test_a_full_disk_leaves_the_group_before(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", full)
     inputs = torch.ones(2, 3, 4)
     refused(
-        lambda: manifest.commit(Chains(inputs, inputs + 1), {"group": 1}),
+        lambda: manifest.commit(Chains(chain_of(inputs), chain_of(inputs + 1)), {"group": 1}),
         f"cannot write the 192 bytes of {path}: [Errno 28] No space left on device; free some space and run the same command again",
     )
     monkeypatch.undo()
     again = Manifest.open(tmp_path, SETTINGS)
-    assert (again.done, again.blocks) == (2, [{"group": 0}]) and again.chains()
+    assert (again.done, again.blocks) == (2, [{"group": 0}]) and again.chains(on_host)
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["inputs-00002.safetensors", "manifest.json"]
 
 
@@ -332,7 +359,8 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def record(**changes: object) -> BlockRecord:
     values: dict[str, object] = {
         "blocks": ("model.layers.0",), "rtn_loss": 0.5, "tuned_loss": None, "kept": "untuned", "best_iteration": 1,
-        "losses": (1.0, 0.5), "seconds": {"tune": 1.25}, "peak_bytes": 7, "notes": ("a note",),
+        "losses": (1.0, 0.5), "seconds": {"tune": 1.25}, "strategy": "single", "planned_bytes": (7, 8),
+        "peak_bytes": (6, 8), "notes": ("a note",),
     }  # fmt: skip
     return BlockRecord(**(values | changes))  # type: ignore[arg-type]
 
@@ -340,6 +368,7 @@ def record(**changes: object) -> BlockRecord:
 def test_a_record_is_plain_json() -> None:
     values = record().to_dict()
     assert values["losses"] == [1.0, 0.5] and values["blocks"] == ["model.layers.0"] and values["notes"] == ["a note"]
+    assert (values["strategy"], values["planned_bytes"], values["peak_bytes"]) == ("single", [7, 8], [6, 8])
     spoiled = record(rtn_loss=float("inf"), losses=(1.0, float("nan"), float("-inf"))).to_dict()
     assert spoiled["rtn_loss"] is None and spoiled["losses"] == [1.0, None, None]
     assert "NaN" not in json.dumps(spoiled)
@@ -360,7 +389,7 @@ def test_seconds_add_up_by_phase() -> None:
 
 
 def test_too_little_room_to_resume_is_told_before_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chains, usage = Chains(torch.zeros(4, 8, 32), torch.zeros(4, 8, 32)), shutil.disk_usage(tmp_path)
+    chains, usage = Chains(host_chain((4, 8, 32)), host_chain((4, 8, 32))), shutil.disk_usage(tmp_path)
     require_space(tmp_path, chains)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=16383))
     message = f"{tmp_path} has 16.0 KiB free, and resuming needs 16.0 KiB there while blocks are tuned; free some space"

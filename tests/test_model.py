@@ -7,14 +7,13 @@ import pytest
 import torch
 import transformers
 
-from conftest import ARCHITECTURES, SMALL, save_model
-from evenround.calls import embed, head_inputs, outside_blocks
+from conftest import ARCHITECTURES, SMALL, host_chain, run_all, save_model, values_of
+from evenround.blocks import Block
+from evenround.calls import embed, outside_blocks, to_head_inputs
+from evenround.chains import Chain
 from evenround.checkpoint import Checkpoint
 from evenround.errors import UserError
 from evenround.model import Skeleton, skeleton_from
-from evenround.tune import Block, run_all
-
-CPU = torch.device("cpu")
 
 
 def open_skeleton(folder: Path) -> Skeleton:
@@ -22,15 +21,20 @@ def open_skeleton(folder: Path) -> Skeleton:
 
 
 def logits_block_by_block(skeleton: Skeleton, tokens: torch.Tensor, mask: torch.Tensor | None, batch: int) -> torch.Tensor:
-    embedded = embed(skeleton, tokens, mask, torch.float32, "cpu")
-    hidden = embedded.hidden
+    embedded = embed(skeleton, tokens, mask, torch.float32, host_chain)
+    hidden = values_of(embedded.hidden)
+    assert embedded.width == hidden.shape[-1]
     for number, name in enumerate(skeleton.block_names):
         with skeleton.materialized([name], torch.float32):
-            hidden = run_all([Block(name, skeleton.block(number), embedded.calls[number], ())], hidden, batch, CPU)
-    last = head_inputs(skeleton, tokens, mask, hidden, torch.float32, "cpu")
+            hidden = run_all([Block(name, skeleton.block(number), embedded.calls[number], ())], hidden, batch)
+    given = Chain((hidden[:2].clone(), hidden[2:].clone()))
+    width = skeleton.sites[-1].shape[1]
+    same = width == given.shape[-1]
+    entering = given if same else Chain(tuple(torch.empty(*part.shape[:-1], width) for part in given.parts))
+    to_head_inputs(skeleton, tokens, mask, given, entering, torch.float32)
     head = skeleton.sites[-1].name
     with skeleton.materialized([head], torch.float32), torch.no_grad():
-        return skeleton.model.get_submodule(head)(last)
+        return skeleton.model.get_submodule(head)(values_of(entering))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -60,7 +64,7 @@ def test_the_skeleton_holds_no_weights_and_is_left_as_it_was(tmp_path: Path) -> 
         outside = {parameter.device.type for parameter in skeleton.block(0).parameters()}
     assert (inside, outside) == ({"cpu"}, {"meta"})
     assert all(parameter.device.type == "meta" for parameter in skeleton.model.parameters())
-    embed(skeleton, torch.randint(3, 128, (3, 8)), None, torch.float32, "cpu")
+    embed(skeleton, torch.randint(3, 128, (3, 8)), None, torch.float32, host_chain)
     assert all(parameter.device.type == "meta" for parameter in skeleton.model.parameters())
     assert [dict(module.__dict__).get("forward") for module in skeleton.model.modules()] == forwards
 
@@ -225,7 +229,7 @@ def test_arguments_that_depend_on_the_tokens_are_each_samples_own(padded: bool, 
 def test_keys_shared_between_layers_are_refused(tmp_path: Path) -> None:
     save_model(gemma4(layer_types=IN_TURN, num_kv_shared_layers=2), tmp_path)
     with pytest.raises(UserError, match="layers of this model use what earlier layers leave in a KVSharingDict .* not supported yet"):
-        embed(open_skeleton(tmp_path), torch.randint(3, 128, (4, 16)), None, torch.float32, "cpu")  # before any block is tuned
+        embed(open_skeleton(tmp_path), torch.randint(3, 128, (4, 16)), None, torch.float32)  # before any block is tuned
 
 
 def test_buffers_of_the_module_that_holds_the_blocks_do_not_draw_the_blocks_in(tmp_path: Path) -> None:
@@ -242,7 +246,7 @@ def test_computed_buffers_go_where_the_weights_go(tmp_path: Path) -> None:
     save_model(ARCHITECTURES["llama"], tmp_path)
     skeleton = open_skeleton(tmp_path)
     rotary = skeleton.model.get_submodule("model.rotary_emb")
-    with skeleton.materialized(outside_blocks(skeleton), torch.float32, "meta"):
+    with skeleton.materialized(outside_blocks(skeleton), torch.float32, lambda name: torch.device("meta")):
         assert rotary.inv_freq.device.type == "meta"
     assert rotary.inv_freq.device.type == "cpu"
 

@@ -19,10 +19,14 @@ import torch
 
 import evenround
 from conftest import ARCHITECTURES, save_model
-from evenround import UserError, quantize
-from evenround.checkpoint import CheckpointWriter
+from evenround import UserError, manifest, quantize
+from evenround.checkpoint import Checkpoint, CheckpointWriter
 from evenround.manifest import Manifest
+from evenround.memory import stage
+from evenround.memory.simulate import SimulatedDevices
 from evenround.pipeline import Silent
+from evenround.plan import NothingFits, Plan
+from evenround.tensorfile import put
 
 TOKENS = torch.randint(3, 128, (6, 16), generator=torch.Generator().manual_seed(3))
 
@@ -45,14 +49,15 @@ def run(source: Path, folder: Path, **changes: object) -> dict[str, object]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Digest of each file; of the record without what was measured."""
+    """Digest of each file; of the record without what was measured, and the plan, which tells the memory that was free."""
     digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             data = path.read_bytes()
             if path.name == "evenround.json":
                 record = json.loads(data)
-                del record["totals"]
+                assert set(record["totals"]) == {"seconds", "peak_bytes"}
+                del record["totals"], record["plan"]
                 for block in record["blocks"]:
                     del block["seconds"], block["peak_bytes"]
                 data = json.dumps(record).encode()
@@ -351,21 +356,21 @@ def test_an_output_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
 def test_a_full_disk_loses_nothing_that_is_finished(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tmp_path / "whole"
     run(source, whole)
-    calls = 0
-    save = safetensors.torch.save_file
+    saves = 0
 
-    def full(tensors: object, path: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def full(handle: int, data: memoryview, offset: int) -> None:
+        nonlocal saves
+        saves += offset == 0  # the header
+        if saves == 3 and offset > 0:
             raise OSError(28, "No space left on device")
-        save(tensors, path)  # type: ignore[arg-type]
+        put(handle, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors.torch, "save_file", full)
+        patch.setattr(manifest, "put", full)
         with pytest.raises(UserError, match="No space left on device.*free some space and run the same command again"):
             run(source, tmp_path / "made")
-    assert not (tmp_path / "made" / "config.json").exists()
+    assert saves == 3 and not (tmp_path / "made" / "config.json").exists()
+    assert sorted(path.name for path in (tmp_path / "made" / ".evenround").iterdir()) == ["inputs-00002.safetensors", "manifest.json"]
     run(source, tmp_path / "made")
     assert contents(tmp_path / "made") == contents(whole)
 
@@ -488,23 +493,129 @@ def test_no_room_for_the_second_format_gives_back_the_firsts(source: Path, tmp_p
     assert not list(tmp_path.rglob("*.partial"))
 
 
+def results(folder: Path) -> dict[str, str]:
+    """`contents` without the record, which says where things were."""
+    return {name: digest for name, digest in contents(folder).items() if name != "evenround.json"}
+
+
+def plain_record(record: dict[str, object]) -> dict[str, object]:
+    """The record without what was measured and where things were: the same on every device."""
+    kept = {name: value for name, value in record.items() if name not in ("totals", "plan")}
+    where = ("seconds", "peak_bytes", "planned_bytes", "strategy", "notes")
+    kept["blocks"] = [{name: value for name, value in block.items() if name not in where} for block in record["blocks"]]  # type: ignore[attr-defined]
+    return kept
+
+
+def planned_peak(record: dict[str, object]) -> int:
+    """Of the one device. Every block's plan was kept to the byte."""
+    blocks, plan, totals = record["blocks"], record["plan"], record["totals"]
+    assert isinstance(blocks, list) and isinstance(plan, dict) and isinstance(totals, dict)
+    assert [block["peak_bytes"] for block in blocks] == [block["planned_bytes"] for block in blocks]
+    (device,) = plan["devices"]
+    assert totals["peak_bytes"] == device["peak_bytes"] == max(block["peak_bytes"][0] for block in blocks)
+    assert sum(device["breakdown"].values()) == device["peak_bytes"] <= device["capacity_bytes"]
+    assert isinstance(device["peak_bytes"], int)
+    return device["peak_bytes"]
+
+
 def test_a_simulated_device_gives_the_same_bytes_and_its_own_peak(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "cpu")
+    expected = run(source, tmp_path / "cpu")
     record = run(source, tmp_path / "simulated", device_map="sim:1GiB")
-    assert contents(tmp_path / "cpu") == contents(tmp_path / "simulated")
-    totals = record["totals"]
-    assert isinstance(totals, dict) and 100_000 < totals["peak_bytes"] < 10_000_000
-    fits = totals["peak_bytes"]
-    run(source, tmp_path / "exactly", device_map=f"sim:{fits}")
-    assert contents(tmp_path / "exactly") == contents(tmp_path / "cpu")
+    assert results(tmp_path / "cpu") == results(tmp_path / "simulated") and plain_record(record) == plain_record(expected)
+    fits = planned_peak(record)
+    assert 100_000 < fits < 10_000_000
+    again = run(source, tmp_path / "exactly", device_map=f"sim:{fits}")
+    assert contents(tmp_path / "exactly") == contents(tmp_path / "simulated") and planned_peak(again) == fits
 
 
-def test_a_device_too_small_loses_nothing(source: Path, tmp_path: Path) -> None:
-    record = run(source, tmp_path / "whole", device_map="sim:1GiB")
-    totals = record["totals"]
-    assert isinstance(totals, dict)
-    with pytest.raises(torch.OutOfMemoryError):
-        run(source, tmp_path / "made", device_map=f"sim:{totals['peak_bytes'] - 1}")
-    assert not (tmp_path / "made" / "config.json").exists()
+def test_with_a_byte_less_another_layout_is_planned_that_fits(source: Path, tmp_path: Path) -> None:
+    fits = planned_peak(run(source, tmp_path / "most", device_map="sim:1GiB"))
+    record = run(source, tmp_path / "less", device_map=f"sim:{fits - 1}")
+    assert planned_peak(record) < fits
+    first, second = (json.loads((tmp_path / name / "evenround.json").read_text()) for name in ("most", "less"))
+    assert [block["strategy"] for block in first["blocks"]] != [block["strategy"] for block in second["blocks"]]
+    if first["plan"]["micro_batch"] == second["plan"]["micro_batch"]:
+        assert results(tmp_path / "most") == results(tmp_path / "less")
+
+
+class Heedful(Silent):
+    """Keeps the plan and the notes, and minds whether a group began."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.notes: list[str] = []
+        self.begun = 0
+
+    def plan(self, plan: Plan) -> None:
+        self.plans.append(plan)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def group_started(self, number: int, count: int, names: object) -> None:
+        self.begun += 1
+
+
+def test_where_nothing_fits_no_weight_is_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the refusal names is enough, and of the layout that takes least a byte less is refused."""
+    told = Heedful()
+    with monkeypatch.context() as patch, pytest.raises(NothingFits, match="nothing fits: .* the least that would do: sim:0 [0-9]+ bytes"):
+        patch.setattr(Checkpoint, "read", stopping_at(0, Checkpoint.read))
+        run(source, tmp_path / "refused", device_map="sim:10000", progress=told)
+    (least,) = told.plans[0].least
+    for number in range(20):
+        record = run(source, tmp_path / str(number), device_map=f"sim:{least}")
+        assert planned_peak(record) <= least
+        least = planned_peak(record)
+        try:
+            run(source, tmp_path / "refused", device_map=f"sim:{least - 1}", progress=told)
+        except NothingFits as error:
+            assert f"sim:0 {least} bytes" in str(error)
+            break
+        shutil.rmtree(tmp_path / "refused")
+    assert not told.plans[-1].fits and not list((tmp_path / "refused").rglob("*.partial"))
+    assert planned_peak(run(source, tmp_path / "exactly", device_map=f"sim:{least}")) == least
+
+
+class Shrinking(Heedful):
+    """After the first group the simulated device holds no more than `capacity` bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.devices = capacity, list[SimulatedDevices]()
+
+        def made(capacities: list[int]) -> SimulatedDevices:
+            self.devices.append(SimulatedDevices(capacities))
+            return self.devices[-1]
+
+        monkeypatch.setattr(stage, "SimulatedDevices", made)
+
+    def group_started(self, number: int, count: int, names: object) -> None:
+        if number == 1:
+            self.devices[0].set_capacity(0, self.capacity)
+
+
+def test_a_device_that_becomes_too_small_loses_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(source, tmp_path / "whole", device_map="sim:1GiB")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(torch.OutOfMemoryError, match="cpu:0 out of memory.*nothing else fits: nothing fits"),
+    ):
+        run(source, tmp_path / "made", device_map="sim:1GiB", progress=Shrinking(patch, 10_000))
+    assert not (tmp_path / "made" / "config.json").exists() and (tmp_path / "made" / ".evenround" / "manifest.json").exists()
     run(source, tmp_path / "made", device_map="sim:1GiB")
     assert contents(tmp_path / "made") == contents(tmp_path / "whole")
+
+
+def test_a_device_that_becomes_smaller_is_planned_for_anew(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = planned_peak(run(source, tmp_path / "whole", device_map="sim:1GiB"))
+    with monkeypatch.context() as patch:
+        told = Shrinking(patch, fits - 1)
+        record = run(source, tmp_path / "made", device_map="sim:1GiB", progress=told)
+    assert results(tmp_path / "made") == results(tmp_path / "whole")
+    blocks = record["blocks"]
+    assert isinstance(blocks, list) and [bool(block["notes"]) for block in blocks][:2] == [False, True]
+    assert all(block["peak_bytes"] == block["planned_bytes"] for block in blocks)
+    assert all(block["peak_bytes"][0] < fits for block in blocks[1:])
+    assert all("ran out of memory (cpu:0 out of memory: " in note and "; it went on as single, " in note for note in told.notes)
+    assert [note for block in blocks for note in block["notes"]] == told.notes

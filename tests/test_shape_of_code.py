@@ -21,11 +21,18 @@ ORDER = (
     "tensorfile",
     "checkpoint",
     "model",
+    "chains",
     "calls",
     "documents",
     "calibration",
     "memory",
+    "blocks",
     "tune",
+    "group",
+    "rehearsal",
+    "layouts",
+    "plan",
+    "outlook",
     "export",
     "manifest",
     "record",
@@ -33,17 +40,19 @@ ORDER = (
     "loading",
     "distance",
     "tasks",
+    "job",
     "pipeline",
     "evaluate",
     "verify",
     "report",
+    "plan_report",
     "terminal",
     "api",
     "cli",
     "__init__",
     "__main__",
 )
-OPTIONAL_EXTRAS = {"lm_eval", "datasets", "gguf", "matplotlib", "compressed_tensors"}
+OPTIONAL_EXTRAS = {"lm_eval", "datasets", "gguf", "matplotlib", "compressed_tensors", "accelerate"}
 MAY_PROBE = {"model.py"}
 LONGEST_MODULE = 600
 LONGEST_FUNCTION = 80

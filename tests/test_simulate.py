@@ -4,7 +4,7 @@ import contextlib
 import copy
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from conftest import ARCHITECTURES, save_model
+from conftest import ARCHITECTURES, chain_of, group_of, host_chain, save_model, values_of
+from evenround.blocks import Block, Group
 from evenround.calls import BlockCall, embed
 from evenround.checkpoint import Checkpoint
 from evenround.config import TuneConfig
@@ -28,7 +28,7 @@ from evenround.memory.simulate import SimulatedDevices, SimulatedTensor
 from evenround.model import Site, skeleton_from
 from evenround.numerics.integer import chunks
 from evenround.scheme import WeightScheme
-from evenround.tune import Block, Samples, follow_sign, initial_state, step
+from evenround.tune import Samples, follow_sign, initial_state, step
 
 GB = 10**9
 W4 = WeightScheme(bits=4, group_size=32)
@@ -57,56 +57,59 @@ class Setup:
         """With a module of its own. To be called outside of FakeTensorMode, whose copies of parameters cannot be moved."""
         return replace(self, module=copy.deepcopy(self.module))
 
+    def samples(self) -> Samples:
+        return Samples(chain_of(self.hidden), chain_of(self.hidden.roll(1, 0)), None)
+
+    @contextlib.contextmanager
+    def group(self, devices: Sequence[torch.device], places: Mapping[str, int] | None = None) -> Iterator[Group]:
+        """The module on the first of `devices`, and what `places` (path in it → number) names on others; two samples at a time."""
+        if devices[0].index is not None:
+            self.module.to(devices[0])
+        for path, number in (places or {}).items():
+            self.module.get_submodule(path).to(devices[number])
+        named = {f"{self.name}.{path}": number for path, number in (places or {}).items()}
+        with group_of([Block(self.name, self.module, self.call, self.sites)], 2, devices, named) as group:
+            yield group
+
 
 def block_of(architecture: str, folder: Path, dtype: torch.dtype = torch.float32, tokens: int = 16) -> Setup:
     save_model(ARCHITECTURES[architecture], folder)
     skeleton = skeleton_from(folder, Checkpoint.open(folder))
     rows = torch.randint(3, 128, (4, tokens), generator=torch.Generator().manual_seed(5))
-    embedded = embed(skeleton, rows, None, dtype, "cpu")
+    embedded = embed(skeleton, rows, None, dtype, lambda shape: host_chain(shape, dtype))
     name = skeleton.block_names[1]
     with skeleton.materialized([name], dtype):
         module = copy.deepcopy(skeleton.block(1))
     sites = tuple((site, W4) for site in skeleton.sites if site.block == 1)
-    return Setup(module, embedded.calls[1], name, sites, embedded.hidden)
+    return Setup(module, embedded.calls[1], name, sites, values_of(embedded.hidden))
 
 
-def place(module: nn.Module, device: str, back: str) -> None:
-    """The module computes on `device`; its arguments are brought there and its output to `back`."""
-
-    def bring(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-
-    module.to(device)
-    module.register_forward_pre_hook(bring, with_kwargs=True)
-    module.register_forward_hook(lambda _, args, output: output.to(back))
+SIMULATED = (torch.device("cpu", 0), torch.device("cpu", 1))
+PLAIN = (torch.device("cpu"),)
 
 
-def two_steps(setup: Setup, device: str, placed: dict[str, str] | None = None) -> tuple[list[float], list[Tensor]]:
+def two_steps(setup: Setup, devices: Sequence[torch.device], placed: Mapping[str, int] | None = None) -> tuple[list[float], list[Tensor]]:
     """Losses and tuned parameters after two optimizer steps of two micro-batches each."""
-    module = setup.module.to(device) if device != "cpu" else setup.module
-    for name, other in (placed or {}).items():
-        place(module.get_submodule(name), other, device)
-    block = Block(setup.name, module, setup.call, setup.sites)
-    states = [initial_state(block, site, scheme, True) for site, scheme in block.sites]
-    samples = Samples(setup.hidden, setup.hidden.roll(1, 0), None)
     losses = []
-    for iteration in range(2):
-        loss, pending = step([block], states, samples, torch.arange(4), 2, torch.device(device))
-        follow_sign(pending, TuneConfig(iters=2, momentum=0.8), 1 - iteration / 2)
-        losses.append(loss)
-    return losses, [parameter.detach().to("cpu") for state in states for parameter in state.parameters]
+    with setup.group(devices, placed) as group:
+        states = [initial_state(block.weight(site), site, scheme, True) for block, site, scheme in group.sites]
+        for iteration in range(2):
+            loss, pending = step(group, states, setup.samples(), range(4))
+            follow_sign(group, pending, TuneConfig(iters=2, momentum=0.8), 1 - iteration / 2)
+            losses.append(loss)
+        return losses, [parameter.to("cpu") for state in states for parameter in state.parameters]
 
 
-SPLIT = {"mlp.gate_proj": "cpu:1", "mlp.down_proj": "cpu:1", "self_attn.k_proj": "cpu:1"}
+SPLIT = {"mlp.gate_proj": 1, "mlp.down_proj": 1, "self_attn.k_proj": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("placed", [None, SPLIT], ids=["one", "two"])
-def test_a_step_has_the_bits_of_the_plain_cpu(placed: dict[str, str] | None, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_step_has_the_bits_of_the_plain_cpu(placed: dict[str, int] | None, dtype: torch.dtype, tmp_path: Path) -> None:
     setup = block_of("llama", tmp_path, dtype)
-    losses, parameters = two_steps(setup.fresh(), "cpu")
+    losses, parameters = two_steps(setup.fresh(), PLAIN)
     with SimulatedDevices([GB, GB]) as sim:
-        found_losses, found = two_steps(setup.fresh(), "cpu:0", placed)
+        found_losses, found = two_steps(setup.fresh(), SIMULATED, placed)
     assert found_losses == losses and all(torch.equal(a, b) for a, b in zip(found, parameters, strict=True))
     assert (sim.peak[1] > 0) == bool(placed) and sim.peak[0] > 0
     assert sim.used == (0, 0)
@@ -115,14 +118,14 @@ def test_a_step_has_the_bits_of_the_plain_cpu(placed: dict[str, str] | None, dty
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
 def test_fake_tensors_have_the_bytes_of_real_ones(architecture: str, tmp_path: Path) -> None:
     setup = block_of(architecture, tmp_path)
-    twin, placed = setup.fresh(), {"mlp": "cpu:1"}
+    twin, placed = setup.fresh(), {"mlp": 1}
     real, fake = SimulatedDevices([GB, GB]), SimulatedDevices([GB, GB])
     with real:
-        two_steps(setup, "cpu:0", placed)
+        two_steps(setup, SIMULATED, placed)
     assert min(real.used) > 0  # the module
     del setup
     with FakeTensorMode(allow_non_fake_inputs=True), fake:
-        two_steps(twin, "cpu:0", placed)
+        two_steps(twin, SIMULATED, placed)
     del twin
     assert min(real.peak) > 0 and fake.peak == real.peak and fake.used == real.used == (0, 0)
     assert [fake.breakdown_at_peak(index) for index in range(2)] == [real.breakdown_at_peak(index) for index in range(2)]
@@ -133,37 +136,37 @@ def test_a_step_fits_into_its_peak_and_not_into_a_byte_less(fake: bool, tmp_path
     setup = block_of("llama", tmp_path)
     measured = SimulatedDevices([GB, GB])
     with measured:
-        two_steps(setup.fresh(), "cpu:0", SPLIT)
+        two_steps(setup.fresh(), SIMULATED, SPLIT)
     for short in (None, 0, 1):
         twin = setup.fresh()
         sim = SimulatedDevices([peak - (index == short) for index, peak in enumerate(measured.peak)])
         raises = contextlib.nullcontext() if short is None else pytest.raises(torch.OutOfMemoryError, match=f"cpu:{short} out of memory")
         with raises, FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext(), sim:
-            two_steps(twin, "cpu:0", SPLIT)
+            two_steps(twin, SIMULATED, SPLIT)
         assert short is not None or sim.peak == measured.peak
 
 
 def test_the_peak_of_a_step_is_that_of_the_cpus_own_allocator(tmp_path: Path) -> None:
     """An independent count: every allocation of a plain run, as the profiler sees it. Kernels' scratch space is all that differs."""
     setup = block_of("gpt2", tmp_path, tokens=64)
-    samples = Samples(setup.hidden, setup.hidden.roll(1, 0), None)
 
-    def prepared(device: str) -> Callable[[], object]:
-        block = Block(setup.name, setup.module.to(device) if device != "cpu" else setup.module, setup.call, setup.sites)
-        states = [initial_state(block, site, scheme, True) for site, scheme in block.sites]
-        return lambda: step([block], states, samples, torch.arange(4), 2, torch.device(device))
+    def prepared(group: Group) -> Callable[[], object]:
+        states = [initial_state(block.weight(site), site, scheme) for block, site, scheme in group.sites]
+        samples = setup.samples()
+        return lambda: step(group, states, samples, range(4))
 
-    plain = prepared("cpu")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        plain()
+    with setup.group(PLAIN) as group:
+        plain = prepared(group)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            plain()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event.get("name") == "[memory]"]
     held, highest = 0, 0
     for event in sorted(events, key=lambda event: event["ts"]):
         held += event["args"]["Bytes"]
         highest = max(highest, held)
-    with SimulatedDevices([GB]) as sim:
-        run = prepared("cpu:0")
+    with SimulatedDevices([GB]) as sim, setup.group(SIMULATED[:1]) as group:
+        run = prepared(group)
         sim.reset_peak()
         before = sim.used[0]
         run()

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ARCHITECTURES, save_model
-from evenround.calls import embed
+from conftest import ARCHITECTURES, chain_of, group_of, host_chain, run_all, save_model, values_of
+from evenround.blocks import Block
+from evenround.calls import BlockCall, embed
+from evenround.chains import HOST
 from evenround.checkpoint import Checkpoint
 from evenround.config import TuneConfig
 from evenround.errors import UserError
 from evenround.model import Skeleton, skeleton_from
-from evenround.numerics.integer import quantize
+from evenround.numerics.integer import QuantizedWeight, quantize
 from evenround.scheme import WeightScheme
-from evenround.tune import Block, GroupResult, Samples, initial_state, round_to_nearest, run_all, squared_error, step, tune_block
+from evenround.tune import Draw, GroupResult, Samples, initial_state, squared_error, step, tune_block
+from evenround.tune import round_to_nearest as round_group
 
-CPU = torch.device("cpu")
 W3 = WeightScheme(bits=3, group_size=32)
 
 
@@ -32,10 +34,10 @@ def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Skeleton:
 def two_blocks(skeleton: Skeleton) -> Iterator[tuple[list[Block], torch.Tensor]]:
     """Blocks 0 and 1, materialized, and the inputs of block 0."""
     tokens = torch.randint(3, 128, (12, 16), generator=torch.Generator().manual_seed(5))
-    embedded = embed(skeleton, tokens, None, torch.float32, "cpu")
+    embedded = embed(skeleton, tokens, None, torch.float32, host_chain)
     names = list(skeleton.block_names[:2])
     with skeleton.materialized(names, torch.float32):
-        yield [make_block(skeleton, number, embedded.calls[number]) for number in range(2)], embedded.hidden
+        yield [make_block(skeleton, number, embedded.calls[number]) for number in range(2)], values_of(embedded.hidden)
 
 
 def make_block(skeleton: Skeleton, number: int, call: object, scheme: WeightScheme = W3) -> Block:
@@ -43,12 +45,35 @@ def make_block(skeleton: Skeleton, number: int, call: object, scheme: WeightSche
     return Block(skeleton.block_names[number], skeleton.block(number), call, sites)  # type: ignore[arg-type]
 
 
-def tune(
-    blocks: list[Block], hidden: torch.Tensor, config: TuneConfig, mask: torch.Tensor | None = None, micro: int | None = None
-) -> GroupResult:
-    targets = run_all(blocks, hidden, 4, CPU)
-    generator = torch.Generator().manual_seed(1)
-    return tune_block(blocks, Samples(hidden, targets, mask), config, device=CPU, generator=generator, micro_batch=micro)
+def tune_towards(
+    blocks: list[Block], hidden: torch.Tensor, targets: torch.Tensor, config: TuneConfig, mask: torch.Tensor | None = None
+) -> tuple[GroupResult, torch.Tensor]:
+    """What tuning gives, and the outputs of the quantized blocks."""
+    draw = Draw(len(hidden), config.batch_size * config.gradient_accumulate_steps, torch.Generator().manual_seed(1))
+    outputs = host_chain(hidden.shape)
+    with group_of(blocks, config.batch_size) as group:
+        result = tune_block(group, Samples(chain_of(hidden), chain_of(targets), mask), config, draw, outputs=outputs)
+    return result, values_of(outputs)
+
+
+def tune(blocks: list[Block], hidden: torch.Tensor, config: TuneConfig, mask: torch.Tensor | None = None) -> GroupResult:
+    return tune_towards(blocks, hidden, run_all(blocks, hidden, 4), config, mask)[0]
+
+
+def round_to_nearest(blocks: list[Block]) -> dict[str, QuantizedWeight]:
+    with group_of(blocks, 4) as group:
+        return round_group(group)
+
+
+def gradients_of(
+    block: Block, samples: Samples, chosen: list[int], micro_batch: int
+) -> tuple[float, dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Loss of the untuned block, and for each site the gradients of V and of the clips."""
+    with group_of([block], micro_batch) as group:
+        states = [initial_state(block.weight(site), site, scheme) for site, scheme in block.sites]
+        loss, pending = step(group, states, samples, chosen)
+    assert [site.state for site in pending] == states
+    return loss, {site.state.site.name: site.state.gradients(site.total(HOST), clips=True) for site in pending}  # type: ignore[misc]
 
 
 CONFIG = TuneConfig(iters=25, batch_size=4)
@@ -67,13 +92,12 @@ def test_tuning_helps_and_leaves_the_block_as_it_was(two_blocks: tuple[list[Bloc
 
 def test_losses_and_outputs_are_those_of_the_weights_given_back(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    result = tune([block], hidden, CONFIG)
+    targets = run_all([block], hidden, 4)
+    result, outputs = tune_towards([block], hidden, targets, CONFIG)
     weights = {name: weight.dequantize() for name, weight in result.quantized.items()}
-    outputs = run_all([block], hidden, 4, CPU, weights)
-    assert result.outputs is not None and torch.equal(outputs, result.outputs)
-    targets = run_all([block], hidden, 4, CPU)
+    assert torch.equal(outputs, run_all([block], hidden, 4, weights))
     assert result.tuned_loss == pytest.approx(float((outputs - targets).square().mean()), rel=1e-5)
-    untuned = run_all([block], hidden, 4, CPU, {name: weight.dequantize() for name, weight in round_to_nearest([block]).items()})
+    untuned = run_all([block], hidden, 4, {name: weight.dequantize() for name, weight in round_to_nearest([block]).items()})
     assert result.rtn_loss == pytest.approx(float((untuned - targets).square().mean()), rel=1e-5)
 
 
@@ -90,20 +114,15 @@ def test_micro_batches_do_not_change_the_gradient(two_blocks: tuple[list[Block],
     (block, _), hidden = two_blocks
     mask = torch.ones(12, 16, dtype=torch.bool)
     mask[2, 5:] = False
-    samples, chosen = Samples(hidden, run_all([block], hidden, 4, CPU), mask), torch.tensor([2, 0, 7, 5, 11, 3, 1, 9])
-
-    def gradients(size: int) -> tuple[float, list[torch.Tensor]]:
-        states = [initial_state(block, site, scheme, True) for site, scheme in block.sites]
-        loss, pending = step([block], states, samples, chosen, size, CPU)
-        for site in pending:
-            site.backward()
-        return loss, [parameter.grad for state in states for parameter in state.parameters if parameter.grad is not None]
-
-    whole_loss, whole = gradients(8)
-    parts_loss, parts = gradients(micro)
+    samples = Samples(chain_of(hidden), chain_of(run_all([block], hidden, 4)), mask)
+    chosen = [2, 0, 7, 5, 11, 3, 1, 9]
+    whole_loss, whole = gradients_of(block, samples, chosen, 8)
+    parts_loss, parts = gradients_of(block, samples, chosen, micro)
     assert parts_loss == pytest.approx(whole_loss, rel=1e-5)
-    for a, b in zip(whole, parts, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 * float(a.abs().max()) + 1e-12)
+    assert list(whole) == list(parts) == [site.name for site, _ in block.sites]
+    for name, gradients in whole.items():
+        for a, b in zip(gradients, parts[name], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 * float(a.abs().max()) + 1e-12)
 
 
 def test_one_step_moves_every_parameter_by_its_step_size(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
@@ -112,14 +131,14 @@ def test_one_step_moves_every_parameter_by_its_step_size(two_blocks: tuple[list[
     config = TuneConfig(iters=1, batch_size=12, lr=0.02, minmax_lr=0.01, keep="last")
     result = tune([block], hidden, config)
     assert result.kept == "tuned"
-    states = [initial_state(block, site, scheme, True) for site, scheme in block.sites]
-    for site in step([block], states, Samples(hidden, run_all([block], hidden, 4, CPU), None), torch.arange(12), 12, CPU)[1]:
-        site.backward()
-    for state in states:
-        offset = -0.02 * torch.sign(state.offset.grad)  # type: ignore[arg-type]
-        low, high = (1 - 0.01 * torch.sign(clip.grad) for clip in (state.min_clip, state.max_clip))  # type: ignore[arg-type]
-        expected = quantize(state.weight, W3, offset, low.clamp(0, 1), high.clamp(0, 1))
-        found = result.quantized[state.site.name]
+    samples = Samples(chain_of(hidden), chain_of(run_all([block], hidden, 4)), None)
+    _, gradients = gradients_of(block, samples, list(range(12)), 12)
+    for site, _ in block.sites:
+        offset, low, high = gradients[site.name]
+        offset = -0.02 * torch.sign(offset)
+        low, high = (1 - 0.01 * torch.sign(clip) for clip in (low, high))
+        expected = quantize(block.weight(site), W3, offset, low.clamp(0, 1), high.clamp(0, 1))
+        found = result.quantized[site.name]
         assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
 
 
@@ -139,8 +158,8 @@ def test_the_loss_counts_valid_tokens_only() -> None:
     output, target = torch.ones(2, 4, 8), torch.zeros(2, 4, 8)
     mask = torch.tensor([[True] * 4, [True, False, False, False]])
     assert float(squared_error(output, target, mask)) == 5 * 8
-    assert Samples(output, target, mask).counted() == 5
-    assert Samples(output, target, mask).counted(torch.tensor([1])) == 1
+    samples = Samples(chain_of(output), chain_of(target), mask)
+    assert samples.counted() == 5 and samples.counted([1]) == 1
 
 
 def test_two_blocks_tuned_together_look_at_the_last_output(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
@@ -185,18 +204,21 @@ def test_without_clip_tuning_scales_are_the_untuned_ones(two_blocks: tuple[list[
 
 def test_the_untuned_rounding_is_kept_when_tuning_does_not_help(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    result = tune([block], hidden, TuneConfig(iters=2, batch_size=4, lr=5.0, minmax_lr=0.5, keep="last"))
+    config = TuneConfig(iters=2, batch_size=4, lr=5.0, minmax_lr=0.5, keep="last")
+    result, outputs = tune_towards([block], hidden, run_all([block], hidden, 4), config)
     assert result.kept == "untuned" and "did not help model.layers.0" in result.notes[0]
     untuned = round_to_nearest([block])
     assert all(torch.equal(result.quantized[name].codes, untuned[name].codes) for name in untuned)
     weights = {name: weight.dequantize() for name, weight in untuned.items()}
-    assert result.outputs is not None and torch.equal(result.outputs, run_all([block], hidden, 4, CPU, weights))
+    assert torch.equal(outputs, run_all([block], hidden, 4, weights))
 
 
 def test_zero_iterations_round_to_nearest(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    result = tune([block], hidden, TuneConfig(iters=0))
+    result, outputs = tune_towards([block], hidden, run_all([block], hidden, 4), TuneConfig(iters=0))
     assert (result.kept, result.tuned_loss, result.losses) == ("untuned", None, ())
+    weights = {name: weight.dequantize() for name, weight in round_to_nearest([block]).items()}
+    assert torch.equal(outputs, run_all([block], hidden, 8, weights))
 
 
 def test_asymmetric_and_other_groups_tune_too(skeleton: Skeleton, two_blocks: tuple[list[Block], torch.Tensor]) -> None:
@@ -220,23 +242,39 @@ def test_a_ragged_last_group_tunes(skeleton: Skeleton, two_blocks: tuple[list[Bl
 
 def test_not_finite_inputs_name_the_block(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    spoiled = hidden.clone()
+    targets, spoiled = run_all([block], hidden, 4), hidden.clone()
     spoiled[4, 3, 2] = float("inf")
-    with pytest.raises(UserError, match=r"the input of model\.layers\.0 for calibration sample 4 is NaN or infinite"):
-        tune([block], spoiled, CONFIG)
+    message = r"the input of model\.layers\.0 for calibration sample 4 is NaN or infinite in torch\.float32: try --compute_dtype float32"
+    with pytest.raises(UserError, match=message):
+        run_all([block], spoiled, 4)
+    with pytest.raises(UserError, match=message):
+        tune_towards([block], spoiled, targets, CONFIG)
+
+
+def test_float_outputs_that_are_not_finite_name_the_block(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
+    (block, _), hidden = two_blocks
+    block.module.get_parameter("mlp.down_proj.weight").data.fill_(3e38)
+    hidden[:5] = 0  # and so are their outputs
+    message = r"the float output of model\.layers\.0 for calibration sample 5 is NaN or infinite in torch\.float32: try --compute_dtype"
+    with pytest.raises(UserError, match=message):
+        run_all([block], hidden, 4)
 
 
 def test_a_loss_that_is_not_finite_keeps_the_untuned_rounding(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    targets = run_all([block], hidden, 4, CPU)
+    targets = run_all([block], hidden, 4)
     targets[:, 0] = 1e30  # finite, its square is not
-    result = tune_block([block], Samples(hidden, targets, None), CONFIG, device=CPU, generator=torch.Generator().manual_seed(0))
+    result, outputs = tune_towards([block], hidden, targets, CONFIG)
     assert result.kept == "untuned" and "loss inf at iteration 0" in result.notes[0]
+    untuned = round_to_nearest([block])
+    assert all(torch.equal(result.quantized[name].codes, untuned[name].codes) for name in untuned)
+    weights = {name: weight.dequantize() for name, weight in untuned.items()}
+    assert torch.equal(outputs, run_all([block], hidden, 4, weights))
 
 
 def test_a_scale_too_large_for_float16_names_the_layer(skeleton: Skeleton, tmp_path: Path) -> None:
     with skeleton.materialized(["model.layers.0"], torch.float32):
-        block = make_block(skeleton, 0, None)
+        block = make_block(skeleton, 0, BlockCall((), {}, None, False))
         block.module.get_parameter("mlp.up_proj.weight").mul_(1e8)
         with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj: a scale of magnitude .* does not fit float16; leave it out"):
             round_to_nearest([block])

@@ -14,16 +14,17 @@ from pathlib import Path
 
 import torch
 
+from evenround.blocks import Block, on_devices
 from evenround.calls import embed
+from evenround.chains import HOST, Chain, Home
 from evenround.checkpoint import Checkpoint
 from evenround.config import RECIPES, TuneConfig
 from evenround.data import tiny_llama
 from evenround.memory.devices import native_bfloat16
+from evenround.memory.place import Layout, Placement
 from evenround.model import skeleton_from
 from evenround.scheme import preset
-from evenround.tune import Block, Samples, follow_sign, initial_state, run_all, squared_error, step
-
-CPU = torch.device("cpu")
+from evenround.tune import Samples, float_outputs, follow_sign, initial_state, squared_error, step
 
 
 def measure(model: Path, tokens: int, rounds: int, dtype: torch.dtype) -> dict[str, object]:
@@ -31,26 +32,36 @@ def measure(model: Path, tokens: int, rounds: int, dtype: torch.dtype) -> dict[s
     torch.set_num_threads(1)
     skeleton = skeleton_from(model, Checkpoint.open(model))
     ids = torch.randint(3, 1000, (tokens // 256, 256), generator=torch.Generator().manual_seed(0))
-    embedded = embed(skeleton, ids, None, dtype, CPU)
+
+    def chain(shape: tuple[int, ...]) -> Chain:
+        return Chain.empty(shape, dtype, [Home(HOST, shape[0])])
+
+    embedded = embed(skeleton, ids, None, dtype, chain)
+    assert embedded.hidden is not None
     name, scheme, config = skeleton.block_names[1], preset("W4A16G64").weight, TuneConfig(iters=200, momentum=RECIPES["default"].momentum)
-    chosen = torch.arange(len(ids))
-    with skeleton.materialized([name], dtype):
-        sites = tuple((site, scheme) for site in skeleton.sites if site.block == 1)
-        block = Block(name, skeleton.block(1), embedded.calls[1], sites)
-        samples = Samples(embedded.hidden, run_all([block], embedded.hidden, 8, CPU), None)
-        states = [initial_state(block, site, scheme, True) for site, scheme in sites]
+    chosen = range(len(ids))
+    sites = tuple((site, scheme) for site in skeleton.sites if site.block == 1)
+    layout = Layout(strategy="single", replicas=({"": 0},), owners={}, micro_batch=len(ids), chains="host")
+    with (
+        skeleton.materialized([name], dtype),
+        on_devices([Block(name, skeleton.block(1), embedded.calls[1], sites)], Placement(layout, [HOST])) as group,
+    ):
+        targets = chain(embedded.hidden.shape)
+        float_outputs(group, embedded.hidden, targets)
+        samples = Samples(embedded.hidden, targets, None)
+        states = [initial_state(block.weight(site), site, scheme, config.momentum > 0) for block, site, scheme in group.sites]
         weights = {site.name: skeleton.model.get_parameter(site.parameter) for site, _ in sites}
+        inputs, wanted, block = embedded.hidden.read(chosen, HOST), targets.read(chosen, HOST), group.blocks[0]
 
         def tuning() -> None:
-            _, pending = step([block], states, samples, chosen, len(chosen), CPU)
-            follow_sign(pending, config, 1.0)
+            _, pending = step(group, states, samples, chosen)
+            follow_sign(group, pending, config, 1.0)
 
         def bare() -> None:
             for weight in weights.values():
                 weight.requires_grad_(True)
-            output = block.call.run(block.module, samples.inputs, chosen)
-            assert samples.targets is not None
-            (squared_error(output + 1, samples.targets, None) / output.numel()).backward()
+            output = block.call.run(block.module, inputs, chosen)
+            (squared_error(output + 1, wanted, None) / output.numel()).backward()
             for weight in weights.values():
                 weight.grad = None
                 weight.requires_grad_(False)
@@ -80,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    dtypes = [torch.float32, *([torch.bfloat16] if native_bfloat16(CPU) else [])]
+    dtypes = [torch.float32, *([torch.bfloat16] if native_bfloat16(HOST) else [])]
     for model in options.models or [tiny_llama()]:
         for dtype in dtypes:
             result = measure(model, options.tokens, options.rounds, dtype)

@@ -1,21 +1,22 @@
-"""The Python front door: `quantize(...)`, and `AutoRound(...)` for those who come from auto-round.
+"""The Python front door: `quantize(...)`, `plan(...)`, and `AutoRound(...)` for those who come from auto-round.
 
-Both build the same `Job` as the command line; there is no other way in.
+All build the same `Job` as the command line; there is no other way in.
 """
 
 import functools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import transformers
 from torch import nn
 
 from evenround.checkpoint import parse_size
-from evenround.config import RECIPES, ComputeDtype, DataConfig, DeviceConfig, OutputConfig, tune_config
+from evenround.config import RECIPES, ComputeDtype, DataConfig, DeviceConfig, DeviceWish, OutputConfig, tune_config
 from evenround.errors import UserError
-from evenround.pipeline import Job, Progress, run
+from evenround.job import Job, Progress, plan_job
+from evenround.pipeline import run
 from evenround.scheme import Override, Scheme, SchemeRules, parse_layer_config, preset
 
 
@@ -26,9 +27,9 @@ def scheme_from(scheme: str | Scheme, *, bits: int | None = None, group_size: in
     return Scheme.from_dict({key: value for key, value in fields.items() if value is not None}, base)
 
 
-def quantize(
+def request(
     model: str | Path,
-    output_dir: str | Path,
+    output_dir: str | Path = "./tmp_autoround",
     *,
     scheme: str | Scheme = "W4A16",
     bits: int | None = None,
@@ -55,17 +56,20 @@ def quantize(
     format: str | Sequence[str] = "auto_round",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    device_map: str = "auto",
+    device_map: DeviceWish = "auto",
     compute_dtype: ComputeDtype = "auto",
+    placement: str = "auto",
+    low_gpu_mem_usage: bool = False,
+    output_device: str | None = None,
+    enable_torch_compile: bool = False,
     trust_remote_code: bool = False,
     label: str | None = None,
     progress: Progress | None = None,
-) -> dict[str, object]:
-    """Quantize the model in directory `model` (or of that hub id) into `output_dir`; returns the run record.
+) -> tuple[Job, Progress | None]:
+    """What `quantize` and `plan` are asked for.
 
-    Arguments are auto-round's; `recipe` gives those that are None (`auto-round`: upstream's own optimizer). Running the same call again
-    after an interruption goes on; other settings are refused unless `overwrite`.
-    Raises `UserError` for any wrong input, with what to do next.
+    Arguments are auto-round's; `recipe` gives those that are None (`auto-round`: upstream's own optimizer). `placement` forces a strategy,
+    or maps modules to numbers of devices. Raises `UserError` for any wrong input, with what to do next.
     """
     job = Job(
         model=str(model),
@@ -91,13 +95,64 @@ def quantize(
             seed=seed,
         ),
         data=DataConfig(dataset=dataset, nsamples=RECIPES[recipe].nsamples if nsamples is None else nsamples, seqlen=seqlen),
-        output=OutputConfig(
-            output_dir=Path(output_dir), formats=_names(format), max_shard_size=parse_size(max_shard_size), overwrite=overwrite
+        output=_output(output_dir, format, max_shard_size, overwrite),
+        device=DeviceConfig(
+            device=device_map,
+            compute_dtype=compute_dtype,
+            placement=placement,
+            low_gpu_mem_usage=low_gpu_mem_usage,
+            output_device=output_device,
+            enable_torch_compile=enable_torch_compile,
         ),
-        device=DeviceConfig(device=device_map, compute_dtype=compute_dtype),
         trust_remote_code=trust_remote_code,
     )
-    return run(job, progress)
+    return job, progress
+
+
+def _output(output_dir: str | Path, format: str | Sequence[str], max_shard_size: int | str, overwrite: bool) -> OutputConfig:
+    return OutputConfig(output_dir=Path(output_dir), formats=_names(format), max_shard_size=parse_size(max_shard_size), overwrite=overwrite)
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _asked(
+    ask: Callable[Arguments, tuple[Job, Progress | None]], do: Callable[[Job, Progress | None], Result], name: str, text: str
+) -> Callable[Arguments, Result]:
+    """`do` what `ask` was asked for, with the arguments of `ask`."""
+
+    @functools.wraps(ask)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return do(*ask(*args, **kwargs))
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = text
+    return call
+
+
+quantize = _asked(
+    request,
+    run,
+    "quantize",
+    """Quantize the model in directory `model` (or of that hub id) into `output_dir`; returns the run record.
+
+    Arguments are those of `request`. Running the same call again after an interruption goes on; other settings are refused unless
+    `overwrite`. Raises `UserError` for any wrong input, with what to do next, and when no plan fits the devices.
+    """,
+)
+
+plan = _asked(
+    request,
+    plan_job,
+    "plan",
+    """The memory plan of `quantize` with the same arguments: what goes where, to the byte.
+
+    Reads config.json (`model` may be one) and headers of weights, if there are any; writes nothing.
+
+    `device_map` may name devices that are not here, with their memory: `4x80GiB`, `cuda:0=70GiB,cuda:1=24GiB`.
+    """,
+)
 
 
 def _names(value: str | Sequence[str]) -> tuple[str, ...]:
@@ -138,7 +193,11 @@ class AutoRound:
         enable_minmax_tuning: bool = True,
         enable_quanted_input: bool = True,
         nblocks: int = 1,
-        device_map: str = "auto",
+        device_map: DeviceWish = "auto",
+        placement: str = "auto",
+        low_gpu_mem_usage: bool = False,
+        output_device: str | None = None,
+        enable_torch_compile: bool = False,
         seed: int = 42,
         trust_remote_code: bool = False,
     ) -> None:
@@ -169,6 +228,10 @@ class AutoRound:
             enable_quanted_input=enable_quanted_input,
             nblocks=nblocks,
             device_map=device_map,
+            placement=placement,
+            low_gpu_mem_usage=low_gpu_mem_usage,
+            output_device=output_device,
+            enable_torch_compile=enable_torch_compile,
             seed=seed,
             trust_remote_code=trust_remote_code,
         )

@@ -8,15 +8,16 @@ architecture whose block arguments do not depend on other blocks' outputs. What 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from evenround.chains import HOST, Chain
 from evenround.errors import UserError
-from evenround.model import Skeleton, under
+from evenround.model import Reader, Skeleton, under
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,16 @@ class _Leaf:
     rows_per_sample: int
     distinct: bool
     """True: `values` has `rows_per_sample` rows for each calibration sample; False: all samples share these rows."""
+    stands_for_all: bool = False
+    """`values` has rows of a few samples only, any of which does for any sample: where shapes count and values do not."""
 
-    def select(self, samples: Tensor, device: torch.device) -> Tensor:
+    def select(self, samples: Sequence[int], device: torch.device) -> Tensor:
         if self.rows_per_sample == 0:
             return self.values.to(device)
         if not self.distinct:
             return self.values.to(device).repeat(len(samples), *[1] * (self.values.ndim - 1))
-        rows = self.values.unflatten(0, (-1, self.rows_per_sample))[samples.to(self.values.device)]
-        return rows.flatten(0, 1).to(device)
+        rows = self.values.split(self.rows_per_sample)
+        return torch.cat([rows[0 if self.stands_for_all else number] for number in samples]).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,44 @@ class BlockCall:
     """Name of the hidden-states argument when it is passed by name; None: the first positional."""
     returns_tuple: bool
 
-    def run(self, block: Callable[..., object], hidden: Tensor, samples: Tensor) -> Tensor:
-        """Output `[batch, tokens, hidden]` of `block` for hidden states of the calibration samples numbered `samples` `[batch]`."""
+    def for_any_sample(self) -> "BlockCall":
+        """The call for a plan, which knows the arguments of a few samples."""
+
+        def stand(leaf: object) -> object:
+            return replace(leaf, stands_for_all=True) if isinstance(leaf, _Leaf) and leaf.distinct else leaf
+
+        args, kwargs = pytree.tree_map(stand, (self.args, dict(self.kwargs)), is_leaf=lambda node: isinstance(node, _Leaf))
+        return BlockCall(args, kwargs, self.hidden_key, self.returns_tuple)
+
+    def on(self, device: torch.device, there: MutableMapping[int, Tensor]) -> "BlockCall":
+        """The call with the arguments that all samples share on `device`; `there`: those that are there already, by id of the original."""
+
+        def move(leaf: object) -> object:
+            if not isinstance(leaf, _Leaf) or leaf.distinct:
+                return leaf
+            if id(leaf.values) not in there:
+                there[id(leaf.values)] = leaf.values.to(device)
+            return _Leaf(there[id(leaf.values)], leaf.rows_per_sample, False)
+
+        args, kwargs = pytree.tree_map(move, (self.args, dict(self.kwargs)), is_leaf=lambda node: isinstance(node, _Leaf))
+        return BlockCall(args, kwargs, self.hidden_key, self.returns_tuple)
+
+    @property
+    def signature(self) -> object:
+        """Equal for calls whose arguments take the same memory."""
+
+        def plain(leaf: object) -> object:
+            if isinstance(leaf, _Leaf):
+                values = leaf.values
+                rows = leaf.rows_per_sample if leaf.distinct else len(values) if values.ndim else 0
+                return (rows, tuple(values.shape[1:]), values.dtype, leaf.rows_per_sample, leaf.distinct)
+            return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__
+
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)), is_leaf=lambda node: isinstance(node, _Leaf))
+        return (*(plain(leaf) for leaf in leaves), tuple(self.kwargs), self.hidden_key, self.returns_tuple)
+
+    def run(self, block: Callable[..., object], hidden: Tensor, samples: Sequence[int]) -> Tensor:
+        """Output `[batch, tokens, hidden]` of `block` for hidden states `[batch, tokens, hidden]` of the calibration samples `samples`."""
 
         def fill(leaf: object) -> object:
             return leaf.select(samples, hidden.device) if isinstance(leaf, _Leaf) else leaf
@@ -147,8 +186,10 @@ def _buffers_on_meta(block: nn.Module) -> Iterator[None]:
 class Embedded:
     """What enters block 0, and how every block is called."""
 
-    hidden: Tensor
-    """`[samples, tokens, hidden]` in the compute dtype, on the host."""
+    hidden: Chain | None
+    """`[samples, tokens, hidden]` in the compute dtype; None if nobody asked for it."""
+    width: int
+    """Size of the hidden states."""
     calls: tuple[BlockCall, ...]
 
 
@@ -173,9 +214,18 @@ def outside_blocks(skeleton: Skeleton) -> list[str]:
     return found
 
 
-def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.dtype, device: torch.device | str) -> Embedded:
+def embed(
+    skeleton: Skeleton,
+    tokens: Tensor,
+    mask: Tensor | None,
+    dtype: torch.dtype,
+    store: Callable[[tuple[int, ...]], Chain] | None = None,
+    read: Reader | None = None,
+) -> Embedded:
     """Hidden states before block 0 for `tokens` `[samples, tokens]` (`mask`: bool, False where padded), and the calls of all blocks.
 
+    Computed on the host, where the largest table of a model costs no device memory. `store` makes the chain that the hidden states of the
+    given shape go to; `read`: see `Skeleton.materialized`.
     Batches of one and of two samples are compared, to learn which arguments grow with the batch, and two samples with each other, to learn
     which depend on the tokens (per-layer embeddings). With a mask, the sample with most padding leads every batch and its rows are dropped:
     transformers leaves the mask out of a batch that has no padding. Raises `UserError` for arguments that depend on tokens in other ways.
@@ -186,28 +236,29 @@ def embed(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, dtype: torch.
     def forward(rows: list[int]) -> list[_Recorded]:
         numbers = rows if lead is None else [lead, *rows]
         with recording(skeleton) as records:
-            attention = None if mask is None else mask[numbers].to(device=device, dtype=torch.long)
-            base(input_ids=tokens[numbers].to(device), attention_mask=attention, use_cache=False)  # type: ignore[operator]
+            attention = None if mask is None else mask[numbers].to(dtype=torch.long)
+            base(input_ids=tokens[numbers], attention_mask=attention, use_cache=False)  # type: ignore[operator]
         return records
 
-    with skeleton.materialized(outside_blocks(skeleton), dtype, device), torch.no_grad():
+    with skeleton.materialized(outside_blocks(skeleton), dtype, read=read), torch.no_grad():
         one, two = (forward([0]), forward([0, 0])) if lead is None else (forward([]), forward([0]))
         grows = [_growing(a, b) for a, b in zip(one, two, strict=True)]
         other = one if lead is not None or len(tokens) == 1 else forward([len(tokens) - 1])
         of_tokens = any(_depend_on_tokens(*pair) for pair in zip(skeleton.block_names, one, other, grows, strict=True))
-        hidden = torch.empty(len(tokens), *one[0].hidden.shape[1:], dtype=dtype)
+        hidden = store((len(tokens), *one[0].hidden.shape[1:])) if store else None
         parts: list[list[_Recorded]] = []
-        for start in range(0, len(tokens), EMBED_BATCH):
+        for start in range(0, len(tokens), EMBED_BATCH) if store or mask is not None or of_tokens else ():
             rows = list(range(start, min(start + EMBED_BATCH, len(tokens))))
             records = forward(rows)
-            hidden[rows] = records[0].hidden[-len(rows) :].to("cpu")
+            if hidden is not None:
+                hidden.write(rows, records[0].hidden[-len(rows) :].to(dtype))
             if mask is not None or of_tokens:
                 for record in records:
                     record.hidden = record.hidden[:0].clone()  # of these only the arguments are wanted
                 parts.append(records)
     interned: dict[tuple[int, int], _Leaf] = {}
     calls = [_call(number, one[number], grows[number], parts, interned, lead is not None) for number in range(len(one))]
-    return Embedded(hidden=hidden, calls=tuple(calls))
+    return Embedded(hidden=hidden, width=one[0].hidden.shape[-1], calls=tuple(calls))
 
 
 def _tensors(record: _Recorded) -> list[Tensor]:
@@ -253,25 +304,23 @@ def _call(
     return BlockCall(args=args, kwargs=kwargs, hidden_key=one.hidden_key, returns_tuple=one.returns_tuple)
 
 
-def head_inputs(
-    skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, hidden: Tensor, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """What enters the output head, `[samples, tokens, hidden]`, when the last block gives `hidden` `[samples, tokens, hidden]`."""
+def to_head_inputs(skeleton: Skeleton, tokens: Tensor, mask: Tensor | None, hidden: Chain, out: Chain, dtype: torch.dtype) -> None:
+    """`out`, which may be `hidden`, becomes what enters the output head when the last block gives `hidden`: after the final norm."""
     head = skeleton.model.get_submodule(skeleton.sites[-1].name)
-    parts: list[Tensor] = []
+    entered: list[Tensor] = []
 
     def take(entering: Tensor) -> Tensor:
-        parts.append(entering.to("cpu"))
+        entered.append(entering)
         return entering[..., :1]  # in place of logits that nobody needs
 
-    with skeleton.materialized(outside_blocks(skeleton), dtype, device), torch.no_grad():
+    with skeleton.materialized(outside_blocks(skeleton), dtype), torch.no_grad():
         head.forward = take
         try:
             for start in range(0, len(tokens), EMBED_BATCH):
-                rows = slice(start, start + EMBED_BATCH)
-                with recording(skeleton, replace=hidden[rows].to(device)):
-                    attention = None if mask is None else mask[rows].to(device=device, dtype=torch.long)
-                    skeleton.model(input_ids=tokens[rows].to(device), attention_mask=attention, use_cache=False)
+                rows = range(start, min(start + EMBED_BATCH, len(tokens)))
+                with recording(skeleton, replace=hidden.read(rows, HOST)):
+                    attention = None if mask is None else mask[start : rows.stop].to(dtype=torch.long)
+                    skeleton.model(input_ids=tokens[start : rows.stop], attention_mask=attention, use_cache=False)
+                out.write(rows, entered.pop())
         finally:
             del head.forward
-    return torch.cat(parts)

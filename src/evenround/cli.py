@@ -1,8 +1,8 @@
-"""The command line: `evenround quantize | eval | verify | show`.
+"""The command line: `evenround quantize | plan | eval | verify | show`.
 
 Flags are auto-round's, with `_` or `-`. A flag that auto-round has and Evenround does not yet implement is refused by name, never ignored;
 an unknown flag is answered with the nearest known one. Progress and messages go to stderr, results to stdout.
-Exit codes: 0 done; 1 `verify` found something wrong; 2 wrong input; 130 interrupted (the same command goes on).
+Exit codes: 0 done; 1 `verify` found something wrong, or no plan fits; 2 wrong input; 130 interrupted (the same command goes on).
 """
 
 import argparse
@@ -16,26 +16,37 @@ import torch
 import transformers
 from rich.console import Console
 
-from evenround.api import quantize
-from evenround.config import COMPUTE_DTYPES, RECIPES
+from evenround.api import request
+from evenround.config import COMPUTE_DTYPES, PLACEMENTS, RECIPES
 from evenround.errors import UserError, nearest
 from evenround.evaluate import evaluate
+from evenround.job import Job, Progress, plan_job
+from evenround.pipeline import run
+from evenround.plan import NothingFits
+from evenround.plan_report import render_plan
 from evenround.report import render_show, render_verification, show
 from evenround.tasks import check_tasks, run_tasks
-from evenround.terminal import TerminalProgress
+from evenround.terminal import Notes, TerminalProgress
 from evenround.verify import verify
 from evenround.version import __version__
 
+DEVICES = (
+    "auto, cpu, cuda:0, numbers (0,1,2,3), layer:device pairs, limits (cuda:0=70GiB,cuda:1), 4x24GiB (four, at most so much of each), "
+    "sim:256MiB or sim:4x1GiB (simulated)"
+)
+
+EVAL_DEVICES = "as for quantize; a model is spread over several"
+
 NOT_YET = (
     "model_dtype platform num_hidden_layers debug_layer_num algorithm algorithms alg algs alg_config alg_configs schemes options avg_bits "
-    "target_bits low_gpu_mem_usage disable_low_cpu_mem_usage low_cpu_mem_usage enable_torch_compile disable_torch_compile shared_layers "
+    "target_bits disable_low_cpu_mem_usage low_cpu_mem_usage disable_torch_compile shared_layers "
     "static_kv_dtype static_kv_granularity static_attention_dtype static_attention_granularity data_type dtype act_bits act_group_size "
     "act_asym act_data_type act_dtype disable_act_dynamic super_bits super_group_size scale_dtype to_quant_block_names "
     "enable_norm_bias_tuning enable_alg_ext enable_adam enable_lfq enable_neuqi enable_opt_rtn awq_duo_scaling awq_n_grid awq_seqlen "
     "awq_smooth_batch_size awq_apply_clip awq_clip_as_init svdquant_rank rotation_type rotation_backend rotation_block_size r1 r2 r3 r4 "
     "ignore_scale_zp_bits enable_deterministic_algorithms model_free disable_model_free quant_nontext_module extra_data_dir template mllm "
-    "eval_gen_kwargs fewshot_as_multiturn eval_task_by_task eval_backend vllm_args eval_model_dtype add_bos_token device_ids output_device "
-    "placement calibrate_all_experts memory_report"
+    "eval_gen_kwargs fewshot_as_multiturn eval_task_by_task eval_backend vllm_args eval_model_dtype add_bos_token "
+    "calibrate_all_experts memory_report"
 ).split()
 """auto-round's flags, and ours, that are recognized and refused."""
 
@@ -90,15 +101,29 @@ def build_parser() -> _Parser:
     """The whole command line; `tools/cli_docs.py` writes docs/cli.md from it."""
     parser = _Parser(prog="evenround", description="Quantize large language models by block tuning.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"evenround {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="quantize | eval | verify | show", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="quantize | plan | eval | verify | show", parser_class=_Parser)
     _add_quantize(_sub(commands, "quantize", "quantize a model directory or hub id"))
+    _add_plan(_sub(commands, "plan", "what goes on which device, to the byte, before a weight is read"))
     _add_eval(_sub(commands, "eval", "perplexity, and KL and top-1 agreement against the original"))
     _add_verify(_sub(commands, "verify", "read a checkpoint back and say what is wrong with it"))
     _add_show(_sub(commands, "show", "what a checkpoint or a run consists of"))
     return parser
 
 
+def _add_plan(parser: _Parser) -> None:
+    _add_job(parser)
+    parser.description = (
+        "What goes on which device, to the byte, before a weight is read. Takes the flags of quantize, of which those that change no "
+        "memory change nothing here. MODEL may be a config.json; --device may "
+        "name devices that are not here, with their memory: 4x80GiB, cuda:0=70GiB,cuda:1=24GiB"
+    )
+
+
 def _add_quantize(parser: _Parser) -> None:
+    _add_job(parser)
+
+
+def _add_job(parser: _Parser) -> None:
     add = parser.add_argument
     add("model", nargs="?", help="model directory, or hub id")
     add("--model", "--model_name", "--model_name_or_path", dest="model_flag", help="the same as a flag")
@@ -143,7 +168,11 @@ def _add_quantize(parser: _Parser) -> None:
     add("--json", action="store_true", help="print a summary of the run record to stdout")
     group = parser.add_argument_group("machine")
     add = group.add_argument
-    add("--device", "--device_map", "--devices", default="auto", help="auto, cpu, cuda:0, xpu:0, a number, or sim:256MiB: a simulated one")
+    add("--device", "--device_map", "--devices", "--device_ids", default="auto", help=DEVICES)
+    add("--placement", default="auto", help=f"{', '.join(PLACEMENTS)}, or JSON: module -> number of a device")
+    add("--low_gpu_mem_usage", action="store_true", help="keep the inputs of blocks off the devices, in host memory or on disk")
+    add("--output_device", help="cpu: only quantized layers are on devices, the rest of a block runs on the CPU")
+    add("--enable_torch_compile", action="store_true", help="run blocks through torch.compile")
     add("--compute_dtype", choices=COMPUTE_DTYPES, default="auto", help="auto: the model's own where the device multiplies it natively")
     add("--disable_amp", action="store_true", help="compute in float32")
     _add_trust(parser)
@@ -173,7 +202,14 @@ def _add_eval(parser: _Parser) -> None:
     parser.add_argument("--seqlen", type=int, help="tokens per row (default: what the model takes, 2048 at most)")
     parser.add_argument("--rows", type=int, help="at most this many rows (default: all of the text)")
     parser.add_argument("--batch_size", "--eval_bs", type=int, default=8, help="rows at once")
-    parser.add_argument("--device", "--device_map", default="auto", help="auto, cpu, cuda:0, xpu:0, or a number")
+    parser.add_argument(
+        "--device",
+        "--device_map",
+        "--devices",
+        "--device_ids",
+        default="auto",
+        help=EVAL_DEVICES,
+    )
     _add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -190,10 +226,11 @@ def _add_show(parser: _Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
+def _request(options: argparse.Namespace, progress: Progress | None) -> tuple[Job, Progress | None]:
+    """The job that the flags ask for. Raises `UserError` for flags that contradict each other."""
     model = options.model or options.model_flag
     if model is None:
-        raise UserError("no model given: evenround quantize MODEL_DIRECTORY --output_dir DIR …")
+        raise UserError(f"no model given: evenround {options.command} MODEL_DIRECTORY …")
     if options.model and options.model_flag and options.model != options.model_flag:
         raise UserError(f"two models given: {options.model!r} and --model {options.model_flag!r}")
     if options.not_use_best_mse and options.keep == "best":
@@ -207,46 +244,60 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
         raise UserError("--disable_opt_rtn is for --iters 0 and would change nothing here; leave it out")
     if options.disable_amp and options.compute_dtype not in ("auto", "float32"):
         raise UserError(f"--disable_amp asks for float32, --compute_dtype for {options.compute_dtype}; give one")
+    return request(
+        model,
+        options.output_dir,
+        scheme=options.scheme,
+        bits=options.bits,
+        group_size=options.group_size,
+        sym=False if options.asym else None,
+        layer_config=_text_of(options.layer_config),
+        ignore_layers=options.ignore_layers,
+        quant_lm_head=options.quant_lm_head,
+        recipe=options.recipe,
+        iters=options.iters,
+        nsamples=options.nsamples,
+        seqlen=options.seqlen,
+        batch_size=options.batch_size,
+        gradient_accumulate_steps=options.gradient_accumulate_steps,
+        lr=options.lr,
+        minmax_lr=options.minmax_lr,
+        momentum=options.momentum,
+        enable_minmax_tuning=not options.disable_minmax_tuning,
+        keep="last" if options.not_use_best_mse else options.keep,
+        enable_quanted_input=not options.disable_quanted_input,
+        nblocks=options.nblocks,
+        dataset=options.dataset,
+        seed=options.seed,
+        format=options.format,
+        max_shard_size=options.max_shard_size,
+        overwrite=options.overwrite,
+        device_map=options.device,
+        placement=options.placement,
+        low_gpu_mem_usage=options.low_gpu_mem_usage,
+        output_device=options.output_device,
+        enable_torch_compile=options.enable_torch_compile,
+        compute_dtype="float32" if options.disable_amp else options.compute_dtype,
+        trust_remote_code=_trusted(options),
+        progress=progress,
+    )
+
+
+def _tasks_of(options: argparse.Namespace) -> list[str]:
     tasks = [task for task in options.tasks.split(",") if task]
     for flag, value in (("--eval_bs", options.eval_bs), ("--limit", options.limit), ("--num_fewshot", options.num_fewshot)):
         if value is not None and not tasks:
             raise UserError(f"{flag} {value} is for --tasks; name some, or leave it out")
     if tasks:
         check_tasks(tasks)
+    return tasks
+
+
+def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
     with TerminalProgress(err) as progress:
-        record = quantize(
-            model,
-            options.output_dir,
-            scheme=options.scheme,
-            bits=options.bits,
-            group_size=options.group_size,
-            sym=False if options.asym else None,
-            layer_config=_text_of(options.layer_config),
-            ignore_layers=options.ignore_layers,
-            quant_lm_head=options.quant_lm_head,
-            recipe=options.recipe,
-            iters=options.iters,
-            nsamples=options.nsamples,
-            seqlen=options.seqlen,
-            batch_size=options.batch_size,
-            gradient_accumulate_steps=options.gradient_accumulate_steps,
-            lr=options.lr,
-            minmax_lr=options.minmax_lr,
-            momentum=options.momentum,
-            enable_minmax_tuning=not options.disable_minmax_tuning,
-            keep="last" if options.not_use_best_mse else options.keep,
-            enable_quanted_input=not options.disable_quanted_input,
-            nblocks=options.nblocks,
-            dataset=options.dataset,
-            seed=options.seed,
-            format=options.format,
-            max_shard_size=options.max_shard_size,
-            overwrite=options.overwrite,
-            device_map=options.device,
-            compute_dtype="float32" if options.disable_amp else options.compute_dtype,
-            trust_remote_code=_trusted(options),
-            progress=progress,
-        )
+        job, _ = _request(options, progress)
+        tasks = _tasks_of(options)
+        record = run(job, progress)
     summary: dict[str, object] = {"output_dir": options.output_dir, **{key: record[key] for key in SUMMARY}}
     if tasks:
         folder = Path(options.output_dir)
@@ -262,6 +313,17 @@ def _quantize(options: argparse.Namespace, out: Console, err: Console) -> int:
         if tasks:
             out.print_json(json.dumps(summary["tasks"]))
     return 0
+
+
+def _plan(options: argparse.Namespace, out: Console, err: Console) -> int:
+    notes = Notes(err)
+    job, _ = _request(options, notes)
+    plan = plan_job(job, notes)
+    if options.json:
+        out.print_json(json.dumps(plan.to_dict()))
+    else:
+        out.print(*render_plan(plan, full=True), sep="\n")
+    return 0 if plan.fits else 1
 
 
 SUMMARY = ("model", "architecture", "formats", "quantized_weights", "source_bytes", "totals", "calibration_notes")
@@ -334,8 +396,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = None
     try:
         options = build_parser().parse(sys.argv[1:] if arguments is None else arguments)
-        command = {"quantize": _quantize, "eval": _eval, "verify": _verify, "show": _show}[options.command]
+        command = {"quantize": _quantize, "plan": _plan, "eval": _eval, "verify": _verify, "show": _show}[options.command]
         return command(options, out, err)
+    except NothingFits as error:
+        err.print(f"evenround: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return 1
     except UserError as error:
         err.print(f"evenround: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         return 2

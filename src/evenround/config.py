@@ -1,7 +1,7 @@
 """Settings as small frozen dataclasses; rules between fields live in `__post_init__` and name the flag and the fix."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -167,18 +167,34 @@ class OutputConfig:
         _at_least("--max_shard_size", self.max_shard_size, 1)
 
 
+DeviceWish = str | int | torch.device | Sequence[str | int | torch.device] | Mapping[str, str | int | torch.device]
+"""What names devices: see `memory.devices.parse_devices`."""
+
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+PLACEMENTS = ("auto", "single", "share", "split", "pipeline", "greedy")
+"""Strategies that `--placement` may force; it may also be a map."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConfig:
     """What computes, and in which precision."""
 
-    device: str = "auto"
+    device: DeviceWish = "auto"
     compute_dtype: ComputeDtype = "auto"
+    placement: str = "auto"
+    """One of `PLACEMENTS`, or a JSON object: module → number of a device."""
+    low_gpu_mem_usage: bool = False
+    """Keep the chained inputs off the devices."""
+    output_device: str | None = None
+    """`cpu`: only quantized layers are on devices."""
+    enable_torch_compile: bool = False
 
     def __post_init__(self) -> None:
+        if self.output_device not in (None, "cpu"):
+            raise UserError(f"--output_device {self.output_device!r}: only cpu can be given; where else layers go is for --placement")
         if self.compute_dtype not in COMPUTE_DTYPES:
             hint = nearest(str(self.compute_dtype), COMPUTE_DTYPES)
             raise UserError(f"--compute_dtype {self.compute_dtype!r} is not one of {', '.join(COMPUTE_DTYPES)}{hint}")

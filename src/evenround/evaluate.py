@@ -5,6 +5,7 @@ on slices of its output, which keeps whatever an architecture does around its he
 and one batch. What we gave up: rows stand alone, there is no sliding window.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,12 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
 from evenround.calls import embed, outside_blocks, recording
+from evenround.chains import HOST, Chain, Home
 from evenround.data import evaluation_text
 from evenround.documents import DEMO
 from evenround.errors import UserError
 from evenround.loading import check_folder, load_model, load_tokenizer
-from evenround.memory.devices import pick_device
-from evenround.model import Skeleton, load_config, max_length
+from evenround.memory.devices import parse_devices
+from evenround.memory.stage import spread, stage
+from evenround.model import Skeleton, find_blocks, load_config, max_length
 
 __all__ = ["Evaluation", "evaluate", "load_model", "streamed_loss", "text_rows"]
 
@@ -89,12 +92,15 @@ def evaluate(
     highest, size = int(tokens.max()), int(config.get_text_config().vocab_size)
     if highest >= size:
         raise UserError(f"the tokenizer in {model} gives token id {highest}, the model has {size} tokens; copy the original's tokenizer")
-    where = pick_device(device)
-    models = [load_model(path, torch.float32, trust_remote_code)[0].to(where) for path in (model, reference) if path is not None]
+    models = [load_model(path, torch.float32, trust_remote_code)[0] for path in (model, reference) if path is not None]
     sums = _Sums()
-    with torch.inference_mode():
-        for start in range(0, len(tokens), batch_size):
-            _add(sums, models, tokens[start : start + batch_size].to(where))
+    with contextlib.ExitStack() as stack:
+        where = stack.enter_context(stage(parse_devices(device))).where
+        for loaded in models:
+            stack.enter_context(spread(loaded, find_blocks(loaded), where))
+        with torch.inference_mode():
+            for start in range(0, len(tokens), batch_size):
+                _add(sums, models, tokens[start : start + batch_size].to(where[0]))
     return _result(sums, notes, model, reference)
 
 
@@ -239,12 +245,13 @@ def _result(sums: _Sums, notes: tuple[str, ...], model: Path, reference: Path | 
 
 def streamed_loss(skeleton: Skeleton, tokens: Tensor) -> float:
     """Mean negative log likelihood of `tokens` `[1, tokens]` in float32 on the CPU, one block in memory at a time."""
-    embedded = embed(skeleton, tokens, None, torch.float32, "cpu")
-    hidden, samples = embedded.hidden, torch.zeros(1, dtype=torch.int64)
+    embedded = embed(skeleton, tokens, None, torch.float32, lambda shape: Chain.empty(shape, torch.float32, (Home(HOST, 1),)))
+    assert embedded.hidden is not None
+    hidden = embedded.hidden.read([0], HOST)
     with torch.no_grad():
         for name, call in zip(skeleton.block_names, embedded.calls, strict=True):
             with skeleton.materialized([name], torch.float32):
-                hidden = call.run(skeleton.model.get_submodule(name), hidden, samples)
+                hidden = call.run(skeleton.model.get_submodule(name), hidden, [0])
         outside = [*outside_blocks(skeleton), skeleton.sites[-1].name]
         with skeleton.materialized(outside, torch.float32), recording(skeleton, replace=hidden):
             logits = skeleton.model(input_ids=tokens, use_cache=False).logits

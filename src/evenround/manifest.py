@@ -8,32 +8,21 @@ number. A manifest is continued only by a run with the same settings; any differ
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-import safetensors
-import safetensors.torch
-from torch import Tensor
+import torch
 
-from evenround.checkpoint import atomic_write_text
+from evenround.chains import Chain, Chains, Home
 from evenround.errors import UserError, readable_bytes
+from evenround.tensorfile import TensorFile, TensorSpec, atomic_write_text, bytes_of, plan_file, put, read_header, read_into
 
 FOLDER = ".evenround"
 _MANIFEST = "manifest.json"
 _VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Chains:
-    """Inputs of the next block group, `[samples, tokens, hidden]`."""
-
-    float_inputs: Tensor
-    """What the float blocks give."""
-    quantized_inputs: Tensor
-    """What the quantized blocks give; the same tensor as `float_inputs` when they are not chained."""
 
 
 @dataclass(slots=True)
@@ -90,13 +79,18 @@ class Manifest:
         atomic_write_text(self.folder / _MANIFEST, json.dumps(state, indent=1))
         before.unlink(missing_ok=True)
 
-    def chains(self) -> Chains:
-        """The chains saved with the last commit. Raises `UserError` when they are gone or broken."""
+    def chains(self, homes: Callable[[int], Sequence[Home]]) -> Chains:
+        """The chains saved with the last commit, where `homes` (samples → homes) wants them.
+
+        Raises `UserError` when they are gone or broken.
+        """
         path = self._chain_path(self.done)
         try:
-            tensors = safetensors.torch.load_file(path)
-            return Chains(tensors["float"], tensors.get("quantized", tensors["float"]))
-        except (OSError, safetensors.SafetensorError, KeyError) as error:
+            saved = read_header(path)
+            shape = saved.tensors["float"][0].shape
+            found = {name: _load(saved, name, homes(shape[0])) for name in ("float", "quantized") if name in saved.tensors}
+            return Chains(found["float"], found.get("quantized", found["float"]))
+        except (OSError, KeyError, UserError) as error:
             raise UserError(f"{path} cannot be read ({error}); start anew with --overwrite") from error
 
     def remove(self) -> None:
@@ -115,7 +109,7 @@ class Manifest:
 
 def require_space(folder: Path, chains: Chains) -> None:
     """Raise `UserError` unless the file system has room for the chains of two groups (the new ones are written before the old ones go)."""
-    needed = 2 * (chains.float_inputs.nbytes + chains.quantized_inputs.nbytes)
+    needed = 4 * chains.float_inputs.nbytes
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -151,17 +145,33 @@ def _differences(prefix: str, before: object, now: object) -> Sequence[str]:
     return [] if before == now else [f"{prefix.rstrip('.')} was {before!r}, is {now!r}"]
 
 
+def _load(saved: TensorFile, name: str, homes: Sequence[Home]) -> Chain:
+    spec, offset = saved.tensors[name]
+    chain = Chain.empty(spec.shape, spec.dtype, homes)
+    row = TensorSpec(spec.dtype, spec.shape[1:])
+    for number in range(spec.shape[0]):
+        values = torch.empty(row.shape, dtype=row.dtype)
+        read_into(saved.path, offset + number * row.nbytes, bytes_of(values))
+        chain.write([number], values.unsqueeze(0))
+    return chain
+
+
 def _save(path: Path, chains: Chains) -> None:
-    tensors = {"float": chains.float_inputs.contiguous()}
-    if chains.quantized_inputs is not chains.float_inputs:
-        tensors["quantized"] = chains.quantized_inputs.contiguous()
+    """Sample by sample: a chain that is spread over devices never is on the host as a whole."""
+    specs = {name: TensorSpec(chain.dtype, chain.shape) for name, chain in chains.tensors.items()}
     new = path.with_suffix(".new")
     try:
-        safetensors.torch.save_file(tensors, new)
-        with open(new, "rb") as file:
+        plan = plan_file(path.name, specs, {})
+        with open(new, "wb") as file:
+            put(file.fileno(), memoryview(plan.header), 0)
+            for name, chain in chains.tensors.items():
+                at = plan.offsets[name]
+                for rows in chain.on_host():
+                    put(file.fileno(), bytes_of(rows), at)
+                    at += rows.nbytes
             os.fsync(file.fileno())
         os.replace(new, path)
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         new.unlink(missing_ok=True)
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        needed = sum(spec.nbytes for spec in specs.values())
         raise UserError(f"cannot write the {needed} bytes of {path}: {error}; free some space and run the same command again") from error

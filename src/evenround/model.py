@@ -6,7 +6,7 @@ memory holds one block group whatever the model's depth.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,11 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from evenround.checkpoint import Checkpoint
+from evenround.checkpoint import Checkpoint, TensorSpec
 from evenround.errors import UserError
+
+Reader = Callable[[str], Tensor]
+"""Name of a tensor of the checkpoint → the tensor, in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +73,19 @@ class Skeleton:
         return tuple(name for name in self.checkpoint.names if name not in known)
 
     @contextlib.contextmanager
-    def materialized(self, prefixes: Sequence[str], dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterator[None]:
+    def materialized(
+        self,
+        prefixes: Sequence[str],
+        dtype: torch.dtype,
+        home: Callable[[str], torch.device] = lambda name: torch.device("cpu"),
+        read: Reader | None = None,
+    ) -> Iterator[None]:
         """Parameters and persistent buffers under `prefixes` hold the checkpoint's values in `dtype`, until the context ends.
 
+        home: name in the module tree → device. read: gives a tensor of the checkpoint; a plan reads none and makes them up.
         Raises `UserError` naming the tensor when the checkpoint lacks one or its shape is not the model's.
         """
+        read = read or self.read
         filled: list[tuple[nn.Module, str, Tensor | nn.Parameter, bool]] = []
         try:
             by_tensor: dict[str, nn.Parameter] = {}
@@ -86,20 +97,20 @@ class Skeleton:
                 assert before is not None
                 tensor_name = self._tensor_name(full_name)
                 if tensor_name not in by_tensor:
-                    by_tensor[tensor_name] = self._read(tensor_name, full_name, before, dtype, device)
+                    by_tensor[tensor_name] = self._load(read, tensor_name, full_name, before, dtype, home(full_name))
                 filled.append((owner, leaf, before, is_parameter))
                 if is_parameter:
                     owner._parameters[leaf] = by_tensor[tensor_name]
                 else:
                     owner._buffers[leaf] = by_tensor[tensor_name].data.to(before.dtype)
-            filled += self._move_computed_buffers(prefixes, {(id(owner), leaf) for owner, leaf, _, _ in filled}, device)
+            filled += self._move_computed_buffers(prefixes, {(id(owner), leaf) for owner, leaf, _, _ in filled}, home)
             yield
         finally:
             for owner, leaf, before, is_parameter in filled:
                 (owner._parameters if is_parameter else owner._buffers)[leaf] = before  # type: ignore[assignment]
 
     def _move_computed_buffers(
-        self, prefixes: Sequence[str], done: Collection[tuple[int, str]], device: torch.device | str
+        self, prefixes: Sequence[str], done: Collection[tuple[int, str]], home: Callable[[str], torch.device]
     ) -> list[tuple[nn.Module, str, Tensor | nn.Parameter, bool]]:
         """Buffers that no checkpoint holds (causal masks, frequencies) go where the weights are; returns what to put back."""
         moved: list[tuple[nn.Module, str, Tensor | nn.Parameter, bool]] = []
@@ -108,7 +119,7 @@ class Skeleton:
                 name = f"{path}.{leaf}".removeprefix(".")
                 if buffer is not None and (id(owner), leaf) not in done and any(under(name, prefix) for prefix in prefixes):
                     moved.append((owner, leaf, buffer, False))
-                    owner._buffers[leaf] = buffer.to(device)
+                    owner._buffers[leaf] = buffer.to(home(name))
         return moved
 
     def _tensor_name(self, full_name: str) -> str:
@@ -117,13 +128,19 @@ class Skeleton:
             raise _no_tensor(full_name)
         return name
 
-    def _read(self, tensor_name: str, full_name: str, like: Tensor, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-        tensor = self.checkpoint.read(tensor_name)
-        if tensor.shape != like.shape:
-            raise UserError(f"{tensor_name} has shape {list(tensor.shape)}, but config.json makes {full_name} {list(like.shape)}")
+    def read(self, name: str) -> Tensor:
+        """A tensor of the checkpoint. Raises `UserError` when it holds NaN or infinite values."""
+        tensor = self.checkpoint.read(name)
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
-            raise UserError(f"{tensor_name} holds {bad} NaN or infinite value(s): the checkpoint is damaged; get it anew")
+            raise UserError(f"{name} holds {bad} NaN or infinite value(s): the checkpoint is damaged; get it anew")
+        return tensor
+
+    @staticmethod
+    def _load(read: "Reader", tensor_name: str, full_name: str, like: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        tensor = read(tensor_name)
+        if tensor.shape != like.shape:
+            raise UserError(f"{tensor_name} has shape {list(tensor.shape)}, but config.json makes {full_name} {list(like.shape)}")
         return nn.Parameter(tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device), requires_grad=False)
 
 
@@ -185,6 +202,28 @@ def max_length(config: transformers.PretrainedConfig) -> int | None:
 
 def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool = False) -> Skeleton:
     """Build the skeleton of the model in `source`. Reads config.json and safetensors headers, no weights."""
+    model = _without_weights(source, trust_remote_code)
+    names, tied = map_names(model, checkpoint)
+    block_names = find_blocks(model)
+    sites = find_sites(model, checkpoint, names, block_names)
+    return Skeleton(model=model, config=model.config, checkpoint=checkpoint, names=names, tied=tied, block_names=block_names, sites=sites)
+
+
+def skeleton_from_config(source: Path, trust_remote_code: bool = False) -> Skeleton:
+    """The skeleton of a model of which only config.json is there, with a checkpoint that has the tensors' specs and no values."""
+    config = load_config(source, trust_remote_code)
+    dtype = config.get_text_config().dtype or config.dtype or torch.bfloat16  # building the model in float32 changes its config
+    model = _without_weights(source, trust_remote_code)
+    tied = model.all_tied_weights_keys
+    specs = {name: TensorSpec(dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name not in tied}
+    checkpoint = Checkpoint(directory=source, specs=specs, shards=(), homes={})
+    names, shared = map_names(model, checkpoint)
+    block_names = find_blocks(model)
+    sites = find_sites(model, checkpoint, names, block_names)
+    return Skeleton(model=model, config=model.config, checkpoint=checkpoint, names=names, tied=shared, block_names=block_names, sites=sites)
+
+
+def _without_weights(source: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
     config = load_config(source, trust_remote_code)
     if config.to_dict().get("quantization_config"):
         method = config.to_dict()["quantization_config"].get("quant_method", "unknown")
@@ -195,10 +234,7 @@ def skeleton_from(source: Path, checkpoint: Checkpoint, trust_remote_code: bool 
     except Exception as error:  # sizes that make no sense fail wherever a constructor meets them
         raise UserError(f"{source}: {first_line(error)}; only causal language models with a sound config.json can be quantized") from error
     model.eval()
-    names, tied = map_names(model, checkpoint)
-    block_names = find_blocks(model)
-    sites = find_sites(model, checkpoint, names, block_names)
-    return Skeleton(model=model, config=config, checkpoint=checkpoint, names=names, tied=tied, block_names=block_names, sites=sites)
+    return model
 
 
 def map_names(model: transformers.PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str]]:
@@ -272,3 +308,15 @@ def _site(name: str, module: nn.Linear | Conv1D, checkpoint: Checkpoint, names: 
         dtype=checkpoint.specs[names[parameter]].dtype,
         has_bias=module.bias is not None,
     )
+
+
+def structure(root: nn.Module) -> object:
+    """Types, shapes and settings of a module and all below it; equal for blocks that only their number tells apart."""
+    found = []
+    for path, module in root.named_modules():
+        settings = {key: value for key, value in vars(module).items() if not key.startswith("_") and key not in ("layer_idx", "training")}
+        plain = tuple((key, value) for key, value in settings.items() if isinstance(value, bool | int | float | str | None))
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors if tensor is not None)
+        found.append((path, type(module).__name__, plain, shapes))
+    return tuple(found)

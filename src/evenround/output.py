@@ -13,12 +13,12 @@ from pathlib import Path
 
 from torch import nn
 
-from evenround.checkpoint import CheckpointWriter, atomic_write_text, remove_checkpoint
+from evenround.checkpoint import CheckpointWriter, TensorSpec, atomic_write_text, remove_checkpoint
 from evenround.config import OutputConfig
 from evenround.errors import UserError
 from evenround.export import EXPORTERS, Exporter
 from evenround.manifest import FOLDER, Manifest, refuse_other_settings
-from evenround.model import Skeleton
+from evenround.model import Site, Skeleton
 from evenround.record import RECORD, read_record, write_record
 from evenround.scheme import Scheme
 
@@ -171,3 +171,32 @@ def copy_companions(source: Path, folder: Path) -> None:
                 raise UserError(
                     f"cannot copy {path.name} to {folder}: {error.strerror or error}; run the same command again to go on"
                 ) from error
+
+
+def output_specs(exporter: Exporter, skeleton: Skeleton, schemes: Mapping[str, Scheme | None]) -> dict[str, TensorSpec]:
+    """Every tensor of the finished checkpoint in order: the source's, with each quantized weight replaced by its packed tensors."""
+    replaced = {site.checkpoint_name: site for site in skeleton.sites if schemes[site.name] and site.parameter not in skeleton.tied}
+    specs: dict[str, TensorSpec] = {}
+    for name, spec in skeleton.checkpoint.specs.items():
+        site = replaced.get(name)
+        specs.update({name: spec} if site is None else packed_specs(exporter, site, schemes))
+    for site in skeleton.sites:
+        if schemes[site.name] and site.parameter in skeleton.tied:
+            specs.update(packed_specs(exporter, site, schemes))
+    return specs
+
+
+def packed_specs(exporter: Exporter, site: Site, schemes: Mapping[str, Scheme | None]) -> dict[str, TensorSpec]:
+    """The tensors that stand for a quantized site."""
+    scheme = schemes[site.name]
+    assert scheme is not None
+    return exporter.tensor_specs(site, scheme)
+
+
+def check_formats(exporters: Sequence[Exporter], sites: Sequence[Site], schemes: Mapping[str, Scheme | None]) -> None:
+    """Raise `UserError` naming a site that a format cannot hold."""
+    for exporter in exporters:
+        for site in sites:
+            scheme = schemes[site.name]
+            if scheme is not None:
+                exporter.check(site, scheme)

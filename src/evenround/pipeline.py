@@ -6,77 +6,36 @@ holds one block group and the two input chains, whatever the model's depth.
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
+from evenround.blocks import Function
 from evenround.calibration import TokenRows, load_calibration
-from evenround.calls import BlockCall, embed, head_inputs
-from evenround.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, remove_checkpoint
-from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig, as_dict, torch_dtype
+from evenround.calls import embed
+from evenround.chains import Chain, Chains
+from evenround.checkpoint import Checkpoint, CheckpointWriter, remove_checkpoint
+from evenround.config import OutputConfig, as_dict
 from evenround.errors import UserError
-from evenround.export import Exporter, get_exporter
+from evenround.export import Exporter
+from evenround.group import GroupJob, Work, homes, round_group, tune_group
+from evenround.job import Job, Progress, Silent, compute_dtype, formats_and_schemes, locate
 from evenround.loading import load_tokenizer
-from evenround.manifest import Chains, Manifest, require_space
-from evenround.memory.devices import peak_bytes, pick_compute_dtype, pick_device, release_host_memory, simulated_capacity
-from evenround.memory.simulate import SimulatedDevices
+from evenround.manifest import Manifest, require_space
+from evenround.memory.devices import Machine, parse_devices, release_host_memory
+from evenround.memory.place import Layout, Placement
+from evenround.memory.stage import Stage, stage
 from evenround.model import Site, Skeleton, max_length, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
-from evenround.output import exclusive, finish_checkpoint, prepare
+from evenround.outlook import group_jobs, outlook, replan
+from evenround.output import exclusive, finish_checkpoint, output_specs, packed_specs, prepare
+from evenround.plan import Plan, describe, refusal
 from evenround.record import BlockRecord, total_seconds, versions
-from evenround.scheme import Scheme, SchemeRules, resolve_schemes
-from evenround.tune import Block, GroupResult, Samples, round_to_nearest, run_all, tune_block
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything the user decided."""
-
-    model: str
-    """Directory, or hub id."""
-    label: str | None = None
-    """What the record calls it, where that is not `model`."""
-    rules: SchemeRules
-    tune: TuneConfig
-    data: DataConfig
-    output: OutputConfig
-    device: DeviceConfig = DeviceConfig()
-    trust_remote_code: bool = False
-
-
-class Progress(Protocol):
-    """What a run tells while it goes."""
-
-    def schemes(self, sites: Sequence[Site], schemes: Mapping[str, Scheme | None]) -> None:
-        """The table of schemes, before any weight is read."""
-
-    def note(self, text: str) -> None:
-        """Something the user should know."""
-
-    def group_started(self, number: int, count: int, names: Sequence[str]) -> None:
-        """Block group `number` of `count` begins."""
-
-    def step(self, iteration: int, iters: int, loss: float) -> None:
-        """An optimizer step was made."""
-
-    def group_done(self, number: int, count: int, record: BlockRecord) -> None:
-        """Block group `number` of `count` is on disk."""
-
-
-class Silent:
-    """Progress that nobody sees."""
-
-    def schemes(self, sites: Sequence[Site], schemes: Mapping[str, Scheme | None]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def group_started(self, number: int, count: int, names: Sequence[str]) -> None: ...
-    def step(self, iteration: int, iters: int, loss: float) -> None: ...
-    def group_done(self, number: int, count: int, record: BlockRecord) -> None: ...
+from evenround.scheme import Scheme
+from evenround.tune import Draw, GroupResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +64,10 @@ class _Run:
     schemes: Mapping[str, Scheme | None]
     rows: TokenRows | None
     formats: tuple[_Format, ...]
-    device: torch.device
+    machine: Machine
+    stage: Stage
     dtype: torch.dtype
-    peak: Callable[[], int]
-    """Most bytes that the device has held so far."""
+    plan: Plan
     tell: Progress
 
 
@@ -118,55 +77,74 @@ def run(job: Job, progress: Progress | None = None) -> dict[str, object]:
     Raises `UserError` for wrong input, always before finished work would be lost, and `torch.OutOfMemoryError` when the device is too
     small: the same job on a larger one goes on where it stopped.
     """
-    tell = progress or Silent()
-    capacity = simulated_capacity(job.device.device)
-    if capacity is None:
-        device = pick_device(job.device.device)
-        return _quantize(job, tell, device, lambda: peak_bytes(device))
-    with SimulatedDevices([capacity]) as devices:
-        return _quantize(job, tell, torch.device("cpu", 0), lambda: devices.peak[0])
+    machine = parse_devices(job.device.device)
+    if machine.simulated and job.device.enable_torch_compile:
+        raise UserError("--enable_torch_compile: simulated devices see single operations, which compiled code has not; leave it out")
+    with stage(machine) as devices:
+        return _quantize(job, progress or Silent(), machine, devices)
 
 
-def _quantize(job: Job, tell: Progress, device: torch.device, peak: Callable[[], int]) -> dict[str, object]:
-    exporters = [get_exporter(name) for name in job.output.formats]
+def _quantize(job: Job, tell: Progress, machine: Machine, devices: Stage) -> dict[str, object]:
     source = locate(job.model)
     checkpoint = Checkpoint.open(source)
     skeleton = skeleton_from(source, checkpoint, job.trust_remote_code)
-    schemes = resolve_schemes(skeleton.sites, job.rules, ragged_groups=all(exporter.allows_ragged for exporter in exporters))
-    exporters = [exporter.for_schemes(schemes) for exporter in exporters]
-    _check_formats(exporters, skeleton.sites, schemes)
+    exporters, schemes = formats_and_schemes(job, skeleton)
     tell.schemes(skeleton.sites, schemes)
     for note in [note for exporter in exporters for note in exporter.cautions(schemes)]:
         tell.note(note)
 
-    dtype = _compute_dtype(job, skeleton, device, tell)
+    dtype = compute_dtype(job, skeleton, devices.where[0], tell)
     rows = _calibration_rows(job, source, skeleton, tell) if job.tune.iters else None
-    settings = _settings(job, source, checkpoint, schemes, rows, dtype, device)
+    settings = _settings(job, source, checkpoint, schemes, rows, dtype, devices.where[0])
     with exclusive(job.output.output_dir):
         finished = prepare(job.output, source, settings)
         if finished is not None:
             tell.note(f"{job.output.output_dir} holds the finished result of this very command already (--overwrite starts anew)")
             return finished
         manifest = Manifest.open(job.output.output_dir, settings)
+        plan = _plan(job, exporters, skeleton, schemes, rows, dtype, machine, tell)
         formats = _open_formats(job.output, exporters, skeleton, schemes)
-        return _work(_Run(job, source, skeleton, schemes, rows, formats, device, dtype, peak, tell), settings, manifest)
+        return _work(_Run(job, source, skeleton, schemes, rows, formats, machine, devices, dtype, plan, tell), settings, manifest)
+
+
+def _plan(
+    job: Job,
+    exporters: Sequence[Exporter],
+    skeleton: Skeleton,
+    schemes: Mapping[str, Scheme | None],
+    rows: TokenRows | None,
+    dtype: torch.dtype,
+    machine: Machine,
+    tell: Progress,
+) -> Plan:
+    """Raises `NothingFits`, before a weight is read; a CPU may swap and is only warned."""
+    disk = sum(spec.nbytes for exporter in exporters for spec in output_specs(exporter, skeleton, schemes).values())
+    tokens, mask = (rows.tokens, rows.mask) if rows else (None, None)
+    plan = outlook(skeleton, schemes, job.tune, tokens, mask, dtype, machine, job.device, disk)
+    tell.plan(plan)
+    if not plan.fits:
+        error = refusal(plan)
+        if machine.devices[0].kind != "cpu":
+            raise error
+        tell.note(f"{error}; going on, as memory may be swapped")
+    return plan
 
 
 def _work(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> dict[str, object]:
     """From the embeddings, or from where an earlier run stopped, to finished checkpoints."""
     groups = _groups(run.skeleton, run.schemes, run.job.tune.nblocks)
-    chains, calls = _first_inputs(run, manifest, len(groups))
-    if chains is not None:
-        require_space(manifest.folder.parent, chains)
+    state, jobs = _first_state(run, manifest, groups)
+    if state.chains is not None:
+        require_space(manifest.folder.parent, state.chains)
     if manifest.done == 0:
-        manifest.commit(chains, None, _write_group(_outside(run.skeleton, groups), run, {}, _Clock()))
+        manifest.commit(state.chains, None, _write_group(_outside(run.skeleton, groups), run, {}, _Clock()))
     else:
         _check_partials(run, manifest)
         run.tell.note(f"going on where the last run stopped: {manifest.done - 1} of {len(groups)} block groups are finished")
     for number in range(manifest.done - 1, len(groups)):
         run.tell.group_started(number, len(groups), groups[number].names)
-        chains, record, written = _do_group(run, groups[number], calls, number, chains)
-        manifest.commit(chains if number + 1 < len(groups) else None, record.to_dict(), written)
+        record, written = _do_group(run, groups[number], jobs[number:], manifest, state)
+        manifest.commit(state.chains if number + 1 < len(groups) else None, record.to_dict(), written)
         run.tell.group_done(number, len(groups), record)
 
     result = _record(run, settings, manifest)
@@ -185,52 +163,6 @@ def _check_partials(run: _Run, manifest: Manifest) -> None:
             raise UserError(
                 f"{form.folder} has lost files of the unfinished run ({len(form.writer.fresh)} tensors); start anew with --overwrite"
             )
-
-
-def locate(model: str) -> Path:
-    """A model directory as it is, or a hub id as its downloaded snapshot. Raises `UserError` when neither can be had."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise UserError(f"model {model!r} is not a directory; give a transformers model directory or a hub id such as org/name")
-    try:
-        allowed = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=allowed))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"model {model!r} is neither a directory here nor a model that the hub gives ({reason}); check the path") from error
-
-
-def _check_formats(exporters: Sequence[Exporter], sites: Sequence[Site], schemes: Mapping[str, Scheme | None]) -> None:
-    for exporter in exporters:
-        for site in sites:
-            scheme = schemes[site.name]
-            if scheme is not None:
-                exporter.check(site, scheme)
-
-
-def _common_dtype(skeleton: Skeleton) -> torch.dtype:
-    """The dtype of the weights to quantize; float32 when they are of several. Raises `UserError` when one cannot be quantized."""
-    dtypes = {site.dtype for site in skeleton.sites}
-    unusable = [str(dtype) for dtype in dtypes if dtype not in (torch.bfloat16, torch.float16, torch.float32)]
-    if unusable:
-        raise UserError(
-            f"weights of dtype {', '.join(unusable)} cannot be quantized; convert the checkpoint to bfloat16, float16 or float32"
-        )
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-
-def _compute_dtype(job: Job, skeleton: Skeleton, device: torch.device, tell: Progress) -> torch.dtype:
-    source = _common_dtype(skeleton)
-    if job.tune.iters == 0:
-        return torch.float32  # nothing is run: weights are rounded as they are in the file
-    wish = None if job.device.compute_dtype == "auto" else torch_dtype(job.device.compute_dtype)
-    chosen = pick_compute_dtype(wish, source, device)
-    if torch.promote_types(source, chosen) != chosen:
-        name = str(chosen).removeprefix("torch.")
-        tell.note(f"--compute_dtype {name} rounds the weights, which are {str(source).removeprefix('torch.')}, before they are quantized")
-    return chosen
 
 
 def _calibration_rows(job: Job, source: Path, skeleton: Skeleton, tell: Progress) -> TokenRows:
@@ -267,6 +199,7 @@ def _settings(
         "formats": list(job.output.formats),
         "max_shard_size": job.output.max_shard_size,
         "compute_dtype": str(dtype).removeprefix("torch."),
+        "compiled": job.device.enable_torch_compile,
         "device": device.type,
         "threads (OMP_NUM_THREADS)": torch.get_num_threads() if device.type == "cpu" else None,
         "versions": versions(),
@@ -305,25 +238,6 @@ def _outside(skeleton: Skeleton, groups: Sequence[_Group]) -> tuple[str, ...]:
     return tuple(name for name in skeleton.checkpoint.names if name not in inside)
 
 
-def output_specs(exporter: Exporter, skeleton: Skeleton, schemes: Mapping[str, Scheme | None]) -> dict[str, TensorSpec]:
-    """Every tensor of the finished checkpoint in order: the source's, with each quantized weight replaced by its packed tensors."""
-    replaced = {site.checkpoint_name: site for site in skeleton.sites if schemes[site.name] and site.parameter not in skeleton.tied}
-    specs: dict[str, TensorSpec] = {}
-    for name, spec in skeleton.checkpoint.specs.items():
-        site = replaced.get(name)
-        specs.update({name: spec} if site is None else _packed_specs(exporter, site, schemes))
-    for site in skeleton.sites:
-        if schemes[site.name] and site.parameter in skeleton.tied:
-            specs.update(_packed_specs(exporter, site, schemes))
-    return specs
-
-
-def _packed_specs(exporter: Exporter, site: Site, schemes: Mapping[str, Scheme | None]) -> dict[str, TensorSpec]:
-    scheme = schemes[site.name]
-    assert scheme is not None
-    return exporter.tensor_specs(site, scheme)
-
-
 def _open_formats(
     output: OutputConfig, exporters: Sequence[Exporter], skeleton: Skeleton, schemes: Mapping[str, Scheme | None]
 ) -> tuple[_Format, ...]:
@@ -341,79 +255,116 @@ def _open_formats(
     return tuple(formats)
 
 
-def _first_inputs(run: _Run, manifest: Manifest, groups: int) -> tuple[Chains | None, tuple[BlockCall, ...]]:
-    """Inputs of the next block group (from the manifest, or the embeddings) and how blocks are called; nothing without text."""
-    if run.rows is None or manifest.done > groups:
-        return None, ()
-    embedded = embed(run.skeleton, run.rows.tokens, run.rows.mask, run.dtype, run.device)
-    if manifest.done == 0:
-        return Chains(embedded.hidden, embedded.hidden), embedded.calls
-    return manifest.chains(), embedded.calls
+@dataclass(slots=True)
+class _State:
+    """What changes from group to group. The only holder of the chains, which may fill the devices: dropped here, they are gone."""
+
+    plan: Plan
+    chains: Chains | None = None
+    """Inputs of the next group; None without text, and after the last."""
+    layout: Layout | None = None
+    """By which the chains lie where they lie."""
+
+    def at(self, run: _Run, layout: Layout, manifest: Manifest) -> Chains | None:
+        """The chains where `layout` wants them: read back from the disk if they are elsewhere, so that they are never there twice."""
+        before, self.layout = self.layout, layout
+        if before is not None and self.chains is not None:
+            if (before.chains, before.chain_rows) != (layout.chains, layout.chain_rows):
+                self.chains = None
+                self.load(run, layout, manifest)
+        return self.chains
+
+    def load(self, run: _Run, layout: Layout, manifest: Manifest) -> None:
+        """Read the chains from the disk to where `layout` wants them."""
+        self.layout = layout
+        if run.rows is not None:
+            with run.stage.label("chained inputs"):
+                self.chains = manifest.chains(lambda samples: homes(layout, run.stage.where, samples, manifest.folder))
+
+
+def _first_state(run: _Run, manifest: Manifest, groups: Sequence[_Group]) -> tuple[_State, list[GroupJob]]:
+    """With the inputs of the next block group (from the manifest, or the embeddings); and what is to do with each group."""
+    rows, compiled = run.rows, dict[object, Function]() if run.job.device.enable_torch_compile else None
+    common, state = (run.skeleton, run.schemes, run.job.tune), _State(run.plan)
+    if rows is None or manifest.done > len(groups):
+        return state, group_jobs(*common, (), run.dtype, None)
+    state.layout = run.plan.layout(groups[max(0, manifest.done - 1)].names)
+
+    def store(shape: tuple[int, ...]) -> Chain:
+        assert state.layout is not None
+        manifest.folder.mkdir(parents=True, exist_ok=True)
+        with run.stage.label("chained inputs"):
+            return Chain.empty(shape, run.dtype, homes(state.layout, run.stage.where, shape[0], manifest.folder))
+
+    embedded = embed(run.skeleton, rows.tokens, rows.mask, run.dtype, store if manifest.done == 0 else None)
+    if embedded.hidden is not None:
+        state.chains = Chains(embedded.hidden, embedded.hidden)
+    else:
+        state.load(run, state.layout, manifest)
+    return state, group_jobs(*common, embedded.calls, run.dtype, rows.mask, rows.tokens, compiled)
 
 
 def _do_group(
-    run: _Run, group: _Group, calls: Sequence[BlockCall], number: int, chains: Chains | None
-) -> tuple[Chains | None, BlockRecord, dict[str, list[str]]]:
-    """Materialize, tune, pack and write one group. Returns the next group's inputs, the record, and the tensors written."""
-    clock, result = _Clock(), None
-    with run.skeleton.materialized(group.names, run.dtype, run.device):
-        clock.lap("load")
-        blocks = _blocks(run, group, calls)
-        if chains is None or run.rows is None:
-            quantized: Mapping[str, QuantizedWeight] = round_to_nearest(blocks)
-        else:
-            chains, result = _tune_group(run, blocks, group, number, chains, run.rows, clock)
-            quantized = result.quantized
-            for note in result.notes:
-                run.tell.note(note)
-        clock.lap("tune")
+    run: _Run, group: _Group, jobs: Sequence[GroupJob], manifest: Manifest, state: _State
+) -> tuple[BlockRecord, dict[str, list[str]]]:
+    """Materialize, tune, pack and write the first of `jobs`; under another layout if a device has become smaller than it was.
+
+    Returns the record and the tensors written; the next group's inputs are in `state`.
+    """
+    clock, notes = _Clock(), list[str]()
+    while True:
+        layout, planned = state.plan.layout(group.names), state.plan.usage(group.names).peaks
+        state.at(run, layout, manifest)
+        run.stage.reset_peaks()
+        try:
+            result, quantized = _tune(run, jobs[0], layout, manifest, state, clock)
+            break
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        state.chains = None  # frees what is on the devices; it is read back from the disk
+        state.plan, note = _smaller(run, jobs, layout, reason)
+        state.load(run, state.plan.layout(group.names), manifest)
+        notes.append(note)
+        run.tell.note(note)
+    peaks = run.stage.peaks()
     written = _write_group(group.tensors, run, quantized, clock)
     release_host_memory()
-    return chains, _block_record(group, result, quantized, clock, run.peak()), written
+    for note in result.notes if result else ():
+        run.tell.note(note)
+    return _block_record(group, layout, result, quantized, clock, planned, peaks, notes), written
 
 
-def _blocks(run: _Run, group: _Group, calls: Sequence[BlockCall]) -> tuple[Block, ...]:
-    blocks = []
-    for index, name in enumerate(group.names):
-        sites = []
-        for site in run.skeleton.sites:
-            scheme = run.schemes[site.name]
-            if scheme is not None and (site.name == name or site.name.startswith(name + ".")):
-                sites.append((site, scheme.weight))
-        call = calls[group.blocks[index]] if calls and group.blocks else BlockCall((), {}, None, False)
-        blocks.append(Block(name, run.skeleton.model.get_submodule(name), call, tuple(sites)))
-    return tuple(blocks)
-
-
-def _tune_group(
-    run: _Run, blocks: Sequence[Block], group: _Group, number: int, chains: Chains, rows: TokenRows, clock: "_Clock"
-) -> tuple[Chains | None, GroupResult]:
-    config, chained = run.job.tune, run.job.tune.quantized_inputs
-    if group.blocks:
-        # The float chain is overwritten where nothing else needs it: two chains and one set of outputs live, not four.
-        free = chained and chains.float_inputs is not chains.quantized_inputs
-        targets = run_all(blocks, chains.float_inputs, config.batch_size, run.device, out=chains.float_inputs if free else None)
-        samples = Samples(chains.quantized_inputs if chained else chains.float_inputs, targets, rows.mask)
-    else:
-        inputs = [
-            head_inputs(run.skeleton, rows.tokens, rows.mask, hidden, run.dtype, run.device)
-            for hidden in (chains.quantized_inputs, chains.float_inputs)
-        ]
-        samples = Samples(inputs[0] if chained else inputs[1], None, rows.mask, inputs[1])
-    clock.lap("reference")
-    result = tune_block(
-        blocks,
-        samples,
-        config,
-        device=run.device,
-        # One generator a group, seeded by its number: a resumed run draws what the uninterrupted one would.
-        generator=torch.Generator().manual_seed(config.seed * 1_000_003 + number),
-        micro_batch=config.batch_size if group.blocks else 1,  # logits are a vocabulary wide
+def _tune(
+    run: _Run, job: GroupJob, layout: Layout, manifest: Manifest, state: _State, clock: "_Clock"
+) -> tuple[GroupResult | None, Mapping[str, QuantizedWeight]]:
+    config, number = run.job.tune, manifest.done - 1
+    place = Placement(layout, run.stage.where, run.stage.label)
+    if state.chains is None:
+        work = Work(draw=lambda: (), read=run.skeleton.read, lap=clock.lap)
+        return None, round_group(job, place, work)
+    # One generator a group, seeded by its number: a resumed run draws what the uninterrupted one would.
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
+    work = Work(
+        draw=Draw(len(state.chains.float_inputs), config.batch_size * config.gradient_accumulate_steps, generator),
+        read=run.skeleton.read,
+        folder=manifest.folder,
         on_step=lambda iteration, loss: run.tell.step(iteration, config.iters, loss),
+        lap=clock.lap,
     )
-    if samples.targets is None or result.outputs is None:
-        return None, result
-    return Chains(samples.targets, result.outputs if chained else samples.targets), result
+    state.chains, result = tune_group(job, place, state.chains, work)
+    return result, result.quantized
+
+
+def _smaller(run: _Run, jobs: Sequence[GroupJob], layout: Layout, reason: str) -> tuple[Plan, str]:
+    """A plan of the rest for what the devices hold now, and a note. Raises `OutOfMemoryError` when nothing fits any more."""
+    release_host_memory()
+    found = replan(jobs, run.plan.shape, run.stage.measured(), run.machine, run.job.device, layout.micro_batch)
+    if not found.fits:
+        raise torch.OutOfMemoryError(f"{reason}; and nothing else fits: {refusal(found)}")
+    first = jobs[0].names
+    again = found.layout(first)
+    changed = "" if again.micro_batch == layout.micro_batch else "; sums over samples are in another order than they would have been"
+    return found, f"{first[0]} ran out of memory ({reason}); it went on as {describe(again)}{changed}"
 
 
 def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, QuantizedWeight], clock: "_Clock") -> dict[str, list[str]]:
@@ -446,7 +397,14 @@ def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, Quan
 
 
 def _block_record(
-    group: _Group, result: GroupResult | None, quantized: Mapping[str, QuantizedWeight], clock: "_Clock", peak: int
+    group: _Group,
+    layout: Layout,
+    result: GroupResult | None,
+    quantized: Mapping[str, QuantizedWeight],
+    clock: "_Clock",
+    planned: tuple[int, ...],
+    peaks: tuple[int, ...],
+    notes: Sequence[str],
 ) -> BlockRecord:
     if not quantized:
         kept = "float"
@@ -460,8 +418,10 @@ def _block_record(
         best_iteration=result.best_iteration if result else None,
         losses=result.losses if result else (),
         seconds=dict(clock.seconds),
-        peak_bytes=peak,
-        notes=result.notes if result else (),
+        strategy=describe(layout),
+        planned_bytes=planned,
+        peak_bytes=peaks,
+        notes=(*notes, *(result.notes if result else ())),
     )
 
 
@@ -484,7 +444,7 @@ def _record(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> di
     weights = sum(site.shape[0] * site.shape[1] for site in quantized)
     sizes = {}
     for form in run.formats:
-        packed = sum(spec.nbytes for site in quantized for spec in _packed_specs(form.exporter, site, schemes).values())
+        packed = sum(spec.nbytes for site in quantized for spec in packed_specs(form.exporter, site, schemes).values())
         sizes[form.exporter.name] = {"bytes": form.writer.total_bytes, "bits_per_weight": round(packed * 8 / weights, 4)}
     return {
         "model": run.job.label or run.job.model,
@@ -496,13 +456,14 @@ def _record(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> di
         "quantized_weights": weights,
         "sites": [_site_record(site, schemes[site.name]) for site in skeleton.sites],
         "calibration_notes": list(rows.notes) if rows else [],
+        "plan": run.plan.to_dict(),
         "blocks": manifest.blocks,
         "totals": {"seconds": total_seconds(manifest.blocks), "peak_bytes": max(_peaks(manifest), default=0)},
     }
 
 
 def _peaks(manifest: Manifest) -> list[int]:
-    return [block["peak_bytes"] for block in manifest.blocks if isinstance(block["peak_bytes"], int)]
+    return [peak for block in manifest.blocks if isinstance(block["peak_bytes"], list) for peak in block["peak_bytes"]]
 
 
 def _site_record(site: Site, scheme: Scheme | None) -> dict[str, object]:

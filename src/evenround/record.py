@@ -1,6 +1,7 @@
 """The run record: `evenround.json` beside the checkpoint, plain JSON that a script can read.
 
-Everything but the values under `seconds` and `peak_bytes` (and the totals of them) is the same in two runs of the same command.
+Everything but the values under `seconds`, `peak_bytes` (and the totals of them) and `plan`, which depends on the memory that is free, is
+the same in two runs of the same command.
 """
 
 import json
@@ -35,7 +36,12 @@ class BlockRecord:
     """Mini-batch loss of each step."""
     seconds: Mapping[str, float]
     """By phase: load, reference, tune, pack, write."""
-    peak_bytes: int
+    strategy: str
+    """How it was laid out on devices."""
+    planned_bytes: tuple[int, ...]
+    """Peak of each device, as planned."""
+    peak_bytes: tuple[int, ...]
+    """The same as measured; on the CPU itself: what the process held."""
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:

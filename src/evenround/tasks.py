@@ -7,7 +7,9 @@ import torch
 
 from evenround.errors import UserError, nearest
 from evenround.loading import load_model
-from evenround.memory.devices import pick_device
+from evenround.memory.devices import parse_devices
+from evenround.memory.stage import spread, stage
+from evenround.model import find_blocks
 
 
 def check_tasks(tasks: list[str]) -> Any:
@@ -51,11 +53,12 @@ def run_tasks(
     model, tokenizer = load_model(checkpoint, torch.float32, trust_remote_code)
     if tokenizer is None:
         raise UserError(f"{checkpoint} has no tokenizer files; copy the original's there")
-    lm = HFLM(pretrained=model.to(pick_device(device)), tokenizer=tokenizer, batch_size=batch_size)
     try:
-        found = simple_evaluate(
-            lm, tasks=tasks, num_fewshot=num_fewshot, limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
-        )
+        with stage(parse_devices(device)) as devices, spread(model, find_blocks(model), devices.where):
+            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            found = simple_evaluate(
+                lm, tasks=tasks, num_fewshot=num_fewshot, limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
+            )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"--tasks {','.join(tasks)}: {reason}; check the task and that its data can be downloaded or is here") from error

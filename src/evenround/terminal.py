@@ -8,9 +8,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from evenround.job import Silent
 from evenround.model import Site
+from evenround.plan import Plan
+from evenround.plan_report import render_plan
 from evenround.record import BlockRecord
 from evenround.scheme import Scheme
+
+
+class Notes(Silent):
+    """Says notes and nothing else."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def note(self, text: str) -> None:
+        self._console.print(f"note: {text}", markup=False, highlight=False)
 
 
 class TerminalProgress:
@@ -48,6 +61,10 @@ class TerminalProgress:
         for (kind, shape, label), count in kinds.items():
             table.add_row(kind, f"{shape[0]} x {shape[1]}", label, str(count))
         self._console.print(table)
+
+    def plan(self, plan: Plan) -> None:
+        """One line a device."""
+        self._console.print(*render_plan(plan), sep="\n")
 
     def note(self, text: str) -> None:
         self._console.print(f"note: {text}", markup=False, highlight=False)

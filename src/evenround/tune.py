@@ -1,71 +1,80 @@
 """Tune the rounding of one group of decoder blocks: the seam between the driver and the mathematics.
 
-`tune_block` is pure: blocks and calibration tensors in, quantized weights, next inputs and a record out. The blocks are never edited;
-quantized weights are passed through `torch.func.functional_call`, so the same block also gives the float reference.
+`tune_block` is pure: blocks and calibration tensors in, quantized weights, next inputs and a record out. The blocks are never edited.
 
 SignRound (arXiv 2309.05516): minimize the squared error between the float block's output and the quantized block's, over a rounding offset
 V per weight and two clip factors per group, by the sign of the gradient with a step size that decays linearly to 0.
 
 Cost of one step against a plain forward and backward: one QDQ per weight each way, whatever the number of micro-batches, because these
-accumulate the gradient of the quantized weight and the QDQ backward runs once per step.
-State per weight while a step runs: V 4 bytes, quantized weight and its gradient 2 x the compute dtype, momentum 4 bytes where it is used,
-and a 1 byte code for the best iterate (V itself need not be kept: codes and scales are all that is exported).
+accumulate the gradient of the quantized weight and the gradients of V come from it once per step.
+State per weight while a step runs: V 4 bytes, momentum 4 bytes where it is used, quantized weight and its gradient 2 x the compute dtype on
+each replica; when the parameters move, 4 bytes for the gradient of one weight's V at a time. Codes of results are kept on the host.
+What is allocated never depends on values, so that the same code over tensors without values tells the memory of a run to the byte.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from evenround.calls import BlockCall
+from evenround.blocks import Block, Group, Weights
+from evenround.chains import HOST, Chain
 from evenround.config import TuneConfig
 from evenround.errors import UserError
 from evenround.model import Site
-from evenround.numerics.integer import IntegerQDQ, QuantizedWeight, chunks, from_groups, group_range, quantize, to_groups
+from evenround.numerics.integer import (
+    QuantizedWeight,
+    chunks,
+    from_groups,
+    group_range,
+    parameter_gradients,
+    qdq,
+    quantize,
+    to_groups,
+)
 from evenround.scheme import WeightScheme
 
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A materialized decoder block and how to call it."""
-
-    name: str
-    module: nn.Module
-    call: BlockCall
-    sites: tuple[tuple[Site, WeightScheme], ...]
-    """The weights to quantize in it."""
+REHEARSED = 2
+"""Rounds of each loop that a rehearsal makes: what the first leaves behind is there in the second, and later ones repeat it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The calibration samples as a block group sees them, all on the host."""
+    """The calibration samples as a block group sees them."""
 
-    inputs: Tensor
-    """`[samples, tokens, hidden]`: what the quantized group is fed."""
-    targets: Tensor | None
-    """`[samples, tokens, hidden]`: what the float group gives; None: computed from `float_inputs` when needed (the output head, whose
-    outputs are a vocabulary wide)."""
+    inputs: Chain
+    """What the quantized group is fed."""
+    targets: Chain | None
+    """What the float group gives; None: computed from `float_inputs` when needed (the output head, whose outputs are a vocabulary wide)."""
     mask: Tensor | None
-    """bool `[samples, tokens]`, False where padded; None: every token counts."""
-    float_inputs: Tensor | None = None
-    """`[samples, tokens, hidden]`, only when `targets` is None."""
+    """bool `[samples, tokens]` on the host, False where padded; None: every token counts."""
+    float_inputs: Chain | None = None
+    """Only when `targets` is None."""
+    float_weights: Sequence[Weights] = ()
+    """Of each replica, only when `targets` is None."""
 
-    def target(self, blocks: "Sequence[Block]", part: Tensor, device: torch.device) -> Tensor:
-        """What the float group gives for the samples numbered `part` `[batch]`: `[batch, tokens, out]`."""
+    def target(self, group: Group, part: Sequence[int], replica: int) -> Tensor:
+        """What the float group gives for the samples `part`, where the group's output comes out: `[batch, tokens, out]`."""
         if self.targets is not None:
-            return self.targets[part].to(device)
+            with group.place.label("transfers"):
+                return self.targets.read(part, group.last_device(replica))
         assert self.float_inputs is not None
         with torch.no_grad():
-            return run_group(blocks, self.float_inputs[part].to(device), part)
+            hidden = self.float_inputs.read(part, group.first_device(replica))
+            return group.forward(hidden, part, replica, self.float_weights[replica])
 
-    def counted(self, chosen: Tensor | None = None) -> int:
+    def counted(self, chosen: Sequence[int] | None = None) -> int:
         """Tokens that count among the samples `chosen` (None: all)."""
         if self.mask is None:
             return self.inputs.shape[1] * (len(self.inputs) if chosen is None else len(chosen))
-        return int((self.mask if chosen is None else self.mask[chosen]).sum())
+        return int(sum(self.mask[number].sum() for number in (range(len(self.mask)) if chosen is None else chosen)))
+
+    def mask_of(self, part: Sequence[int], device: torch.device) -> Tensor | None:
+        """bool `[batch, tokens]` of the samples `part`."""
+        return None if self.mask is None else torch.stack([self.mask[number] for number in part]).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +82,7 @@ class GroupResult:
     """What tuning a block group gave."""
 
     quantized: Mapping[str, QuantizedWeight]
-    """Site name → weight."""
-    outputs: Tensor | None
-    """`[samples, tokens, hidden]` of the quantized group on its inputs: the next group's quantized inputs; None after the output head."""
+    """Site name → weight, on the host."""
     rtn_loss: float
     """Mean squared error over all samples with untuned rounding."""
     tuned_loss: float | None
@@ -88,42 +95,27 @@ class GroupResult:
     notes: tuple[str, ...]
 
 
-Weights = Mapping[str, Tensor]
-"""Site name → weight `[out, in]` in the compute dtype, to take the place of the block's own."""
+Window = list[tuple[int, Sequence[int]]]
+"""(replica, samples) of micro-batches that are in flight together."""
 
 
-def run_group(blocks: Sequence[Block], hidden: Tensor, samples: Tensor, weights: Weights | None = None) -> Tensor:
-    """Output `[batch, tokens, hidden]` of the blocks one after another, on hidden states of the samples numbered `samples` `[batch]`."""
-    for block in blocks:
-        hidden = block.call.run(_callable(block, weights), hidden, samples)
-    return hidden
+def _windows(group: Group, parts_of: Sequence[Sequence[Sequence[int]]]) -> Iterator[Window]:
+    """`parts_of`: for each replica its micro-batches in order; `in_flight` of each replica at a time."""
+    in_flight = group.place.layout.in_flight
+    for start in range(0, max(len(parts) for parts in parts_of), in_flight):
+        rows = itertools.zip_longest(*(parts[start : start + in_flight] for parts in parts_of))
+        yield [(replica, part) for row in rows for replica, part in enumerate(row) if part is not None]
 
 
-def _callable(block: Block, weights: Weights | None) -> Callable[..., object]:
-    if weights is None:
-        return block.module
-    swapped = {
-        site.parameter.removeprefix(block.name + "."): weights[site.name].t() if site.transposed else weights[site.name]
-        for site, _ in block.sites
-    }
-    return lambda *args, **kwargs: functional_call(block.module, swapped, args, kwargs)
+def all_samples(group: Group, count: int, rehearse: bool) -> Iterator[tuple[int, Sequence[int]]]:
+    """(replica, micro-batch) for all samples 0 … count - 1, dealt out in turn."""
+    parts = _split(range(count), group.place.layout.micro_batch)
+    dealt = zip(itertools.cycle(range(len(group.replicas))), parts, strict=False)
+    return itertools.islice(dealt, REHEARSED * len(group.replicas)) if rehearse else dealt
 
 
-def run_all(
-    blocks: Sequence[Block],
-    inputs: Tensor,
-    batch_size: int,
-    device: torch.device,
-    weights: Weights | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`run_group` over all samples `[samples, tokens, hidden]`, `batch_size` at a time; `out` may be `inputs` itself."""
-    result = torch.empty_like(inputs) if out is None else out
-    with torch.no_grad():
-        for samples in torch.arange(len(inputs)).split(batch_size):
-            at = slice(int(samples[0]), int(samples[-1]) + 1)
-            result[at] = run_group(blocks, inputs[at].to(device), samples, weights)
-    return result
+def _split(samples: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 def squared_error(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
@@ -134,7 +126,33 @@ def squared_error(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor
     return difference.square().sum()
 
 
-@dataclass(slots=True)
+def float_outputs(group: Group, inputs: Chain, out: Chain, rehearse: bool = False) -> None:
+    """`out`, which may be `inputs` itself, becomes what the float group gives. Raises `UserError` naming a sample that is not finite."""
+    weights = group.float_weights()
+    with torch.no_grad():
+        for replica, part in all_samples(group, len(inputs), rehearse):
+            hidden = _read(group, inputs, part, replica)
+            _check_finite("input", group, hidden, part)
+            output = group.forward(hidden, part, replica, weights[replica])
+            _check_finite("float output", group, output, part)
+            out.write(part, output)
+
+
+def _read(group: Group, chain: Chain, part: Sequence[int], replica: int) -> Tensor:
+    with group.place.label("transfers"):
+        return chain.read(part, group.first_device(replica))
+
+
+def _check_finite(what: str, group: Group, values: Tensor, part: Sequence[int]) -> None:
+    if not torch.isfinite(values).all():
+        bad = next(number for number, sample in zip(part, values, strict=True) if not torch.isfinite(sample).all())
+        raise UserError(
+            f"the {what} of {group.name} for calibration sample {bad} is NaN or infinite in {values.dtype}: "
+            "try --compute_dtype float32, or look at the weights of the block before it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SiteState:
     """Tuning state of one site. `rows`, `offset`: `[groups, size]`; clips, `low`, `high`: float32 `[groups, 1]`."""
 
@@ -147,126 +165,172 @@ class SiteState:
     offset: Tensor
     min_clip: Tensor
     max_clip: Tensor
-    averages: list[Tensor] = field(default_factory=list)
-
-    def quantize_dequantize(self, dtype: torch.dtype) -> Tensor:
-        """W' `[out, in]`, with gradients to the tuning parameters."""
-        rows = IntegerQDQ.apply(self.rows, self.offset, self.min_clip, self.max_clip, self.low, self.high, self.scheme, dtype)
-        return from_groups(rows, self.site.shape)
-
-    def export(self) -> QuantizedWeight:
-        return quantize(self.weight, self.scheme, self.offset.detach(), self.min_clip.detach(), self.max_clip.detach())
+    averages: tuple[Tensor, ...]
+    """Decaying means of the gradients of offset and clips, where there is momentum."""
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.offset, self.min_clip, self.max_clip
 
+    def on(self, device: torch.device) -> "SiteState":
+        """This very state, or a copy of it if it is kept elsewhere."""
+        if self.weight.device == device:
+            return self
+        weight = self.weight.to(device)
+        rows = to_groups(weight, self.scheme.group_size)
+        low, high, offset, min_clip, max_clip = (tensor.to(device) for tensor in (self.low, self.high, *self.parameters))
+        averages = tuple(average.to(device) for average in self.averages)
+        return SiteState(self.site, self.scheme, weight, rows, low, high, offset, min_clip, max_clip, averages)
 
-def _weight_of(block: Block, site: Site) -> Tensor:
-    weight = block.module.get_parameter(site.parameter.removeprefix(block.name + "."))
-    return (weight.t().contiguous() if site.transposed else weight).detach()
+    def take(self, other: "SiteState") -> None:
+        """What `other`, a copy made by `on`, has been changed to."""
+        if other is not self:
+            for mine, its in zip((*self.parameters, *self.averages), (*other.parameters, *other.averages), strict=True):
+                mine.copy_(its)
+
+    def quantize_dequantize(self, dtype: torch.dtype) -> Tensor:
+        """W' `[out, in]`."""
+        rows = qdq(self.rows, self.offset, self.min_clip, self.max_clip, self.low, self.high, self.scheme, dtype)
+        return from_groups(rows, self.site.shape)
+
+    def gradients(self, gradient: Tensor, clips: bool) -> tuple[Tensor, ...]:
+        """Gradients of V and, if `clips`, of the clip factors, from that of W' `[out, in]`."""
+        rows = to_groups(gradient, self.scheme.group_size)
+        found = parameter_gradients(rows, self.rows, self.offset, self.min_clip, self.max_clip, self.low, self.high, self.scheme)
+        return found if clips else found[:1]
+
+    def export(self) -> QuantizedWeight:
+        return quantize(self.weight, self.scheme, self.offset, self.min_clip, self.max_clip)
 
 
-def initial_state(block: Block, site: Site, scheme: WeightScheme, minmax_tuning: bool) -> SiteState:
-    """Untuned: V = 0, both clip factors 1 (and not tuned unless `minmax_tuning`)."""
-    weight = _weight_of(block, site)
+def initial_state(weight: Tensor, site: Site, scheme: WeightScheme, momentum: bool = False) -> SiteState:
+    """Untuned: V = 0, both clip factors 1. `weight`: `[out, in]`; the state is kept where it is."""
     rows = to_groups(weight, scheme.group_size)
     low, high = group_range(rows)
-    offset = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device, requires_grad=True)
-    min_clip, max_clip = (torch.ones_like(low).requires_grad_(minmax_tuning) for _ in range(2))
-    return SiteState(site, scheme, weight, rows, low, high, offset, min_clip, max_clip)
+    offset = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+    min_clip, max_clip = torch.ones_like(low), torch.ones_like(low)
+    averages = tuple(torch.zeros_like(parameter) for parameter in (offset, min_clip, max_clip)) if momentum else ()
+    return SiteState(site, scheme, weight, rows, low, high, offset, min_clip, max_clip, averages)
 
 
-def round_to_nearest(blocks: Sequence[Block]) -> dict[str, QuantizedWeight]:
-    """Every site of the blocks by plain rounding. Raises `UserError` naming the layer whose scale does not fit float16."""
+def round_to_nearest(group: Group) -> dict[str, QuantizedWeight]:
+    """Every site of the blocks by plain rounding, on the host. Raises `UserError` naming the layer whose scale does not fit float16."""
     result = {}
-    for block in blocks:
-        for site, scheme in block.sites:
-            try:
-                result[site.name] = quantize(_weight_of(block, site), scheme)
-            except OverflowError as error:
-                raise UserError(f"{site.name}: {error}; leave it out with --ignore_layers") from None
+    for block, site, scheme in group.sites:
+        try:
+            result[site.name] = quantize(block.weight(site).to(group.place.work(site.name)), scheme).to(HOST)
+        except OverflowError as error:
+            raise UserError(f"{site.name}: {error}; leave it out with --ignore_layers") from None
     return result
 
 
-class _Draw:
+class Draw:
     """Sample numbers for each step: a permutation used up in order, drawn anew when fewer than a step's worth remain."""
 
     def __init__(self, count: int, step: int, generator: torch.Generator) -> None:
         self.count, self.step, self.generator = count, min(step, count), generator
-        self.order = torch.empty(0, dtype=torch.long)
+        self.order: list[int] = []
 
-    def next(self) -> Tensor:
+    def __call__(self) -> Sequence[int]:
         if len(self.order) < self.step:
-            self.order = torch.randperm(self.count, generator=self.generator)
+            self.order = torch.randperm(self.count, generator=self.generator).tolist()
         chosen, self.order = self.order[: self.step], self.order[self.step :]
         return chosen
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pending:
-    """A site whose quantized weight W' has its gradient, but whose tuning parameters do not yet."""
+    """A site whose quantized weight W' has its gradient, but whose tuning parameters have not moved yet."""
 
     state: SiteState
-    weight: Tensor
-    """W' `[out, in]`, with the graph back to the tuning parameters."""
-    gradient: Tensor
-    """Of the loss by W', in the compute dtype."""
+    gradients: list[Tensor]
+    """Of the loss by W' `[out, in]`, in the compute dtype, one of each replica that has one."""
 
-    def backward(self) -> None:
-        """Gradients of the tuning parameters, in their `.grad`; the graph is used up."""
-        self.weight.backward(self.gradient)  # type: ignore[no-untyped-call]
+    def total(self, device: torch.device) -> Tensor:
+        """The sum over replicas, in their order."""
+        total = self.gradients[0].to(device)
+        for gradient in self.gradients[1:]:
+            total.add_(gradient.to(device))
+        return total
 
 
-def step(
-    blocks: Sequence[Block], states: Sequence[SiteState], samples: Samples, chosen: Tensor, micro_batch: int, device: torch.device
-) -> tuple[float, list[Pending]]:
+def step(group: Group, states: Sequence[SiteState], samples: Samples, chosen: Sequence[int]) -> tuple[float, list[Pending]]:
     """Loss of the current parameters on the samples `chosen`, and the gradients of the quantized weights.
 
-    `micro_batch` samples go through the blocks at a time; gradients of the quantized weights add up, so it changes memory, not mathematics.
+    The layout's `micro_batch` samples go through a replica at a time, replica after replica; gradients of the quantized weights add up, so
+    it changes memory, not mathematics.
     """
-    dtype = samples.inputs.dtype
-    quantized = {state.site.name: state.quantize_dequantize(dtype) for state in states}
-    leaves = {name: weight.detach().requires_grad_() for name, weight in quantized.items()}
-    tokens = max(1, samples.counted(chosen))
-    loss = 0.0
-    for part in chosen.split(micro_batch):
-        mask = None if samples.mask is None else samples.mask[part].to(device)
-        output = run_group(blocks, samples.inputs[part].to(device), part, leaves)
-        error = squared_error(output, samples.target(blocks, part, device), mask) / (tokens * output.shape[-1])
-        error.backward()  # type: ignore[no-untyped-call]
-        loss += float(error.detach())
+    leaves = tuned_weights(group, states, samples.inputs.dtype)
+    tokens, loss = max(1, samples.counted(chosen)), 0.0
+    for window in _windows(group, _shares(chosen, group.place.layout.micro_batch, len(group.replicas))):
+        errors = [micro_batch_error(group, samples, part, replica, leaves[replica], tokens) for replica, part in window]
+        values = []
+        for error in errors:
+            error.backward()  # type: ignore[no-untyped-call]
+            values.append(error.detach())
+        del errors, error
+        loss += sum(float(value) for value in values)
     pending = []
     for state in states:
-        gradient = leaves[state.site.name].grad
-        if gradient is not None:  # a weight that no sample reaches has none
-            pending.append(Pending(state, quantized[state.site.name], gradient))
+        gradients = [leaf.grad for leaf in (replica[state.site.name] for replica in leaves) if leaf.grad is not None]
+        if gradients:  # a weight that no sample reaches has none
+            pending.append(Pending(state, gradients))
     return loss, pending
 
 
-def follow_sign(pending: list[Pending], config: TuneConfig, fraction: float) -> None:
+def tuned_weights(group: Group, states: Sequence[SiteState], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """W' of every site for each replica, as leaves that gradients gather in."""
+    by_site = {state.site.name: state for state in states}
+
+    def quantized(block: Block, site: Site, scheme: WeightScheme) -> Tensor:
+        return by_site[site.name].on(group.place.work(site.name)).quantize_dequantize(dtype)
+
+    with group.place.label("tuning state"):
+        leaves = group.spread(quantized)
+    for replica in leaves:
+        for weight in replica.values():
+            weight.requires_grad_()
+    return leaves
+
+
+def _shares(chosen: Sequence[int], micro_batch: int, replicas: int) -> list[list[Sequence[int]]]:
+    """For each replica its micro-batches: consecutive ones, as even as can be."""
+    parts = _split(chosen, micro_batch)
+    each = math.ceil(len(parts) / replicas)
+    return [parts[replica * each : (replica + 1) * each] for replica in range(replicas)]
+
+
+def micro_batch_error(group: Group, samples: Samples, part: Sequence[int], replica: int, leaves: Weights, tokens: int) -> Tensor:
+    """This micro-batch's part of the mean squared error, with its graph."""
+    hidden = _read(group, samples.inputs, part, replica)
+    with group.place.label("saved activations"):
+        output = group.forward(hidden, part, replica, leaves)
+        mask = samples.mask_of(part, output.device)
+        return squared_error(output, samples.target(group, part, replica), mask) / (tokens * output.shape[-1])
+
+
+def follow_sign(group: Group, pending: list[Pending], config: TuneConfig, fraction: float) -> None:
     """One update: each parameter moves by its step size times `fraction`, against the sign of its (averaged) gradient.
 
     Empties `pending` site by site, so that the 4-byte gradient of V exists for one weight matrix at a time.
     """
     while pending:
-        site = pending.pop()
-        site.backward()
-        _update(site.state, config, fraction)
+        _follow(group, pending.pop(), config, fraction)
 
 
-def _update(state: SiteState, config: TuneConfig, fraction: float) -> None:
-    with torch.no_grad():
-        if config.momentum and not state.averages:
-            state.averages = [torch.zeros_like(parameter) for parameter in state.parameters]
-        for index, parameter in enumerate(state.parameters):
-            if parameter.grad is None:
-                continue
-            size = (config.step_size if index == 0 else config.clip_step_size) * fraction
-            _move(parameter, parameter.grad, state.averages[index] if config.momentum else None, config.momentum, size)
-            if index > 0:
-                parameter.clamp_(0, 1)
-            parameter.grad = None
+def _follow(group: Group, site: Pending, config: TuneConfig, fraction: float) -> None:
+    device = group.place.work(site.state.site.name)
+    with group.place.label("tuning state"):
+        state = site.state.on(device)
+    with group.place.label("gradients"):
+        gradients = state.gradients(site.total(device), config.minmax_tuning)
+    for index, gradient in enumerate(gradients):
+        parameter = state.parameters[index]
+        size = (config.step_size if index == 0 else config.clip_step_size) * fraction
+        _move(parameter, gradient, state.averages[index] if config.momentum else None, config.momentum, size)
+        if index > 0:
+            parameter.clamp_(0, 1)
+    site.state.take(state)
 
 
 def _move(parameter: Tensor, gradient: Tensor, average: Tensor | None, momentum: float, size: float) -> None:
@@ -283,100 +347,86 @@ def _move(parameter: Tensor, gradient: Tensor, average: Tensor | None, momentum:
 
 
 def tune_block(
-    blocks: Sequence[Block],
+    group: Group,
     samples: Samples,
     config: TuneConfig,
+    draw: Callable[[], Sequence[int]],
     *,
-    device: torch.device,
-    generator: torch.Generator,
-    micro_batch: int | None = None,
+    outputs: Chain | None = None,
+    rehearse: bool = False,
     on_step: Callable[[int, float], None] | None = None,
 ) -> GroupResult:
-    """Quantize the sites of `blocks` so that the group's output on `samples.inputs` stays close to `samples.targets`.
+    """Quantize the sites of the group so that its output on `samples.inputs` stays close to `samples.targets`.
 
-    blocks: materialized, in execution order; left as they were.
-    generator: draws the samples of each step.
-    micro_batch: samples at once, default `config.batch_size`; does not change the mathematics.
+    group: its blocks are left as they were.
+    draw: the samples of each step.
+    outputs: becomes what the quantized group gives, the next group's inputs.
+    rehearse: make two rounds of every loop, as many as it takes to see all memory that a run uses; the result means nothing.
     on_step: called with (iteration, mini-batch loss).
-    Raises `UserError` naming the block when inputs or float outputs are not finite.
+    Raises `UserError` naming the block when inputs are not finite.
     """
-    _check_finite(blocks, samples)
-    batch = micro_batch or config.batch_size
-    untuned = round_to_nearest(blocks)
-    done = config.iters == 0 or not untuned
-    rtn_loss, rtn_outputs = _judge(blocks, untuned, samples, batch, device, keep=done)
-    if done:
-        return GroupResult(untuned, rtn_outputs, rtn_loss, None, "untuned", None, (), ())
-    states = [initial_state(block, site, scheme, config.minmax_tuning) for block in blocks for site, scheme in block.sites]
-    draw = _Draw(len(samples.inputs), config.batch_size * config.gradient_accumulate_steps, generator)
+    untuned = round_to_nearest(group)
+    tunes = config.iters > 0 and bool(untuned)
+    rtn_loss = _judge(group, untuned, samples, None if tunes else outputs, rehearse, check=True)
+    if not tunes:
+        return GroupResult(untuned, rtn_loss, None, "untuned", None, (), ())
+    with group.place.label("tuning state"):
+        states = [initial_state(block.weight(site), site, scheme, config.momentum > 0) for block, site, scheme in group.sites]
     losses: list[float] = []
     best_loss, best_iteration, best = math.inf, 0, untuned
-    for iteration in range(config.iters):
-        loss, pending = step(blocks, states, samples, draw.next(), batch, device)
+    for iteration in range(1 if rehearse else config.iters):  # a step leaves nothing behind that the next would not replace
+        loss, pending = step(group, states, samples, draw())
         losses.append(loss)
         if on_step:
             on_step(iteration, loss)
         if not math.isfinite(loss):
-            note = f"loss {loss} at iteration {iteration} of {blocks[0].name}: untuned rounding kept"
-            return _untuned(blocks, untuned, samples, batch, device, rtn_loss, losses, note)
+            del states, pending
+            note = f"loss {loss} at iteration {iteration} of {group.name}: untuned rounding kept"
+            _judge(group, untuned, samples, outputs, rehearse)
+            return GroupResult(untuned, rtn_loss, None, "untuned", None, tuple(losses), (note,))
         if config.keep == "best" and loss < best_loss:
-            best_loss, best_iteration = loss, iteration
-            best = {state.site.name: state.export() for state in states}
-        follow_sign(pending, config, 1 - iteration / config.iters)
+            best_loss, best_iteration, best = loss, iteration, _exported(group, states)
+        follow_sign(group, pending, config, 1 - iteration / config.iters)
     if config.keep == "last":
-        best_iteration, best = config.iters, {state.site.name: state.export() for state in states}
+        best_iteration, best = config.iters, _exported(group, states)
     del states
-    tuned_loss, outputs = _judge(blocks, best, samples, batch, device)
-    if not tuned_loss < rtn_loss:
-        note = f"tuning did not help {blocks[0].name} ({tuned_loss:.4g} against {rtn_loss:.4g}): untuned rounding kept"
-        result = _untuned(blocks, untuned, samples, batch, device, rtn_loss, losses, note)
-        return GroupResult(result.quantized, result.outputs, rtn_loss, tuned_loss, "untuned", best_iteration, tuple(losses), result.notes)
-    return GroupResult(best, outputs, rtn_loss, tuned_loss, "tuned", best_iteration, tuple(losses), ())
+    tuned_loss = _judge(group, best, samples, outputs, rehearse)
+    result = GroupResult(best, rtn_loss, tuned_loss, "tuned", best_iteration, tuple(losses), ())
+    if tuned_loss < rtn_loss or rehearse:  # what follows takes the memory of what went before
+        return result
+    note = f"tuning did not help {group.name} ({tuned_loss:.4g} against {rtn_loss:.4g}): untuned rounding kept"
+    _judge(group, untuned, samples, outputs, rehearse)
+    return replace(result, quantized=untuned, kept="untuned", notes=(note,))
 
 
-def _untuned(
-    blocks: Sequence[Block],
-    untuned: dict[str, QuantizedWeight],
-    samples: Samples,
-    batch: int,
-    device: torch.device,
-    rtn_loss: float,
-    losses: list[float],
-    note: str,
-) -> GroupResult:
-    _, outputs = _judge(blocks, untuned, samples, batch, device)
-    return GroupResult(untuned, outputs, rtn_loss, None, "untuned", None, tuple(losses), (note,))
+def _exported(group: Group, states: Sequence[SiteState]) -> dict[str, QuantizedWeight]:
+    """The current iterate, on the host."""
+    return {state.site.name: state.on(group.place.work(state.site.name)).export().to(HOST) for state in states}
 
 
 def _judge(
-    blocks: Sequence[Block],
-    quantized: Mapping[str, QuantizedWeight],
-    samples: Samples,
-    batch: int,
-    device: torch.device,
-    *,
-    keep: bool = True,
-) -> tuple[float, Tensor | None]:
-    """Mean squared error over all samples with these quantized weights; if `keep`, the outputs `[samples, tokens, hidden]` to chain on."""
-    weights = {name: weight.dequantize(samples.inputs.dtype) for name, weight in quantized.items()}
-    outputs = torch.empty_like(samples.targets) if keep and samples.targets is not None else None
-    total, width = 0.0, 1
+    group: Group, quantized: Mapping[str, QuantizedWeight], samples: Samples, outputs: Chain | None, rehearse: bool, check: bool = False
+) -> float:
+    """Mean squared error over all samples with these weights; `outputs` becomes what they give. `check`: that inputs are finite."""
+    dtype, place = samples.inputs.dtype, group.place
+
+    def weight_of(block: Block, site: Site, scheme: WeightScheme) -> Tensor:
+        return quantized[site.name].to(place.work(site.name)).dequantize(dtype)
+
+    with place.label("weights"):
+        weights = group.spread(weight_of)
+    replicas = range(len(group.replicas))
+    totals = [torch.zeros((), dtype=torch.float64, device=group.last_device(replica)) for replica in replicas]
+    width = 1
     with torch.no_grad():
-        for part in torch.arange(len(samples.inputs)).split(batch):
-            output = run_group(blocks, samples.inputs[part].to(device), part, weights)
-            mask = None if samples.mask is None else samples.mask[part].to(device)
-            total += float(squared_error(output, samples.target(blocks, part, device), mask))
-            width = output.shape[-1]
+        for replica, part in all_samples(group, len(samples.inputs), rehearse):
+            hidden = _read(group, samples.inputs, part, replica)
+            if check:
+                _check_finite("input", group, hidden, part)
+            output = group.forward(hidden, part, replica, weights[replica])
+            target = samples.target(group, part, replica)
+            totals[replica].add_(squared_error(output, target, samples.mask_of(part, output.device)))
             if outputs is not None:
-                outputs[part] = output.to(outputs.device)
-    return total / max(1, samples.counted() * width), outputs
-
-
-def _check_finite(blocks: Sequence[Block], samples: Samples) -> None:
-    for what, tensor in (("input", samples.inputs), ("float output", samples.targets)):
-        for number, sample in enumerate([] if tensor is None else tensor):
-            if not torch.isfinite(sample).all():
-                raise UserError(
-                    f"the {what} of {blocks[0].name} for calibration sample {number} is NaN or infinite in {sample.dtype}: "
-                    "try --compute_dtype float32, or look at the weights of the block before it"
-                )
+                outputs.write(part, output)
+            width = output.shape[-1]
+    return sum(float(total) for total in totals) / max(1, samples.counted() * width)

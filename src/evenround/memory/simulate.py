@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from evenround.memory import shapes
+
 Category = Literal["weights", "tuning state", "saved activations", "gradients", "chained inputs", "transfers", "other"]
 """What bytes are for."""
 
@@ -140,11 +142,14 @@ class SimulatedDevices(TorchDispatchMode):
     `RuntimeError`, as on CUDA: copies may mix them, and so may host tensors without dimensions and host tensors that are indices.
     """
 
-    def __init__(self, capacities: Sequence[int]) -> None:
+    def __init__(self, capacities: Sequence[int], values: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._values = values
         self._devices = [_Device(f"cpu:{index}", capacity) for index, capacity in enumerate(capacities)]
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int, str]] = {}  # the latter: device, bytes, category
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int, str, str | None]] = {}  # device, bytes, category, tag
         self._labels: list[Category] = []
+        self.tag: str | None = None
+        """Noted with every storage allocated from now on, for `held_by_tag`: a profile sets it to the module that runs."""
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> "SimulatedDevices":
@@ -179,6 +184,14 @@ class SimulatedDevices(TorchDispatchMode):
         """Category → bytes in use on device `index` when it first reached its peak; they add up to the peak."""
         return dict(self._devices[index].at_peak)
 
+    def held_by_tag(self, category: Category) -> dict[str | None, int]:
+        """Bytes of `category` in use on all devices, by the tag that they were allocated under, in the order of allocation."""
+        held: dict[str | None, int] = {}
+        for _, _, count, of, tag in self._storages.values():
+            if of == category:
+                held[tag] = held.get(tag, 0) + count
+        return held
+
     def reset_peak(self) -> None:
         """Peaks start anew from what is in use."""
         for device in self._devices:
@@ -205,13 +218,13 @@ class SimulatedDevices(TorchDispatchMode):
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, wanted = _tensors((*args, *kwargs.values())), kwargs.get("device")
-        if func in (aten._local_scalar_dense.default, aten.equal.default) and isinstance(_unwrap(tensors[0]), FakeTensor):
-            fake: FakeTensor = _unwrap(tensors[0])
-            made_up = True if fake.dtype == torch.bool else 1.0 if fake.is_floating_point() else 1
-            return func is aten.equal.default or (made_up if fake.constant is None else fake.constant.item())
-        device = wanted or next((tensor.device for tensor in tensors if isinstance(tensor, SimulatedTensor)), HOST)
-        if not _is_simulated(device) and not any(isinstance(tensor, SimulatedTensor) for tensor in tensors):
-            return func(*args, **kwargs)
+        made_up = next((tensor for tensor in tensors if _is_made_up(_unwrap(tensor))), None)
+        if made_up is not None and func in (aten._local_scalar_dense.default, aten.equal.default):
+            return _made_up_value(func, made_up)
+        device = wanted or next((tensor.device for tensor in tensors if _is_simulated(tensor.device)), HOST)
+        if not _is_simulated(device) and made_up is None and (self._values or tensors):
+            if not any(isinstance(tensor, SimulatedTensor) for tensor in tensors):
+                return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)
@@ -220,21 +233,29 @@ class SimulatedDevices(TorchDispatchMode):
             raise NotImplementedError(f"{func}: a storage cannot be given to a tensor on a simulated device")
         written = _tensors(args[position] if position < len(args) else kwargs.get(name) for position, name in writes)
         self._check(func, args, tensors, written, device)
-        plain_args, plain_kwargs = _unwrap(args), {name: _unwrap(value) for name, value in kwargs.items()}
-        if wanted is not None and wanted.type == "cpu":
-            plain_kwargs["device"] = HOST
-        if func is aten._to_copy.default and type(plain_args[0]) is not FakeTensor:
-            with torch._C._DisableTorchDispatch():  # FakeTensorMode keeps a weak reference, which would forbid to swap a parameter
-                plain_args = (plain_args[0].detach(),)
         crosses = func is aten._to_copy.default and tensors[0].device != device
-        made = func(*plain_args, **plain_kwargs)
-        result = self._wrap(made, device, {id(_unwrap(tensor)): tensor for tensor in tensors}, crosses)
+        plain = self._run(func, args, kwargs)
+        result = self._wrap(plain, device, {id(_unwrap(tensor)): tensor for tensor in tensors}, crosses)
         for tensor in written if reshapes else ():
             if isinstance(tensor, SimulatedTensor):  # its tensor has another shape now, or its storage another size
-                self._account(tensor._inner, device.index, False)
+                if _is_simulated(device):
+                    self._account(tensor._inner, device.index, False)
                 with torch._C._DisableTorchDispatch():
                     _SET_DATA(tensor, SimulatedTensor(tensor._inner, tensor.device, self))
         return result
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operation on what is inside: values on the CPU, or shapes alone."""
+        plain_args, plain_kwargs = _unwrap(args), {name: _unwrap(value) for name, value in kwargs.items()}
+        named = plain_kwargs.get("device")
+        if named is not None and named.type == "cpu":
+            plain_kwargs["device"] = HOST
+        if self._values:
+            if func is aten._to_copy.default and type(plain_args[0]) is not FakeTensor:
+                with torch._C._DisableTorchDispatch():  # FakeTensorMode keeps a weak reference, which would forbid to swap a parameter
+                    plain_args = (plain_args[0].detach(),)
+            return func(*plain_args, **plain_kwargs)
+        return shapes.run(func, plain_args, plain_kwargs)
 
     def _check(self, func: OpOverload, args: Any, tensors: list[Tensor], written: list[Tensor], device: torch.device) -> None:
         """Raise `RuntimeError` where CUDA would: no such device, or tensors of different devices."""
@@ -256,9 +277,10 @@ class SimulatedDevices(TorchDispatchMode):
         """Results as the caller sees them: what was written in place is the argument itself, new tensors are on `device`."""
         if isinstance(made, list | tuple):
             return type(made)(self._wrap(tensor, device, given, crosses) for tensor in made)
-        if not isinstance(made, Tensor) or id(made) in given or not _is_simulated(device):
+        if not isinstance(made, Tensor) or id(made) in given or (self._values and not _is_simulated(device)):
             return given.get(id(made), made)
-        self._account(made, device.index, crosses)
+        if _is_simulated(device):
+            self._account(made, device.index, crosses)
         wrapped, key = SimulatedTensor(made, device, self), made.untyped_storage()._cdata
         for tensor in given.values():
             if isinstance(tensor, SimulatedTensor) and tensor._inner.untyped_storage()._cdata == key:
@@ -268,13 +290,13 @@ class SimulatedDevices(TorchDispatchMode):
     def _account(self, inner: Tensor, index: int, crosses: bool) -> None:
         storage = inner.untyped_storage()
         key, count = storage._cdata, storage.nbytes()
-        alive, on, before, category = self._storages.get(key) or (None, index, 0, self._category(crosses))
+        alive, on, before, category, tag = self._storages.get(key) or (None, index, 0, self._category(crosses), self.tag)
         if alive is None or before != count:
             self._devices[on].take(count - before, category)
-            self._storages[key] = (alive or weakref.ref(storage, functools.partial(self._free, key)), on, count, category)
+            self._storages[key] = (alive or weakref.ref(storage, functools.partial(self._free, key)), on, count, category, tag)
 
     def _free(self, key: int, _: object) -> None:
-        _, on, count, category = self._storages.pop(key)
+        _, on, count, category, _ = self._storages.pop(key)
         self._devices[on].used[category] -= count
 
     def _category(self, crosses: bool) -> str:
@@ -287,6 +309,18 @@ class SimulatedDevices(TorchDispatchMode):
 
 def _is_simulated(device: torch.device) -> bool:
     return device.type == "cpu" and device.index is not None
+
+
+def _is_made_up(tensor: Tensor) -> bool:
+    """Without values: `.item()` has nothing to read."""
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+
+
+def _made_up_value(func: OpOverload, tensor: Tensor) -> bool | float | int:
+    inner = _unwrap(tensor)
+    known = inner.constant if isinstance(inner, FakeTensor) else None
+    value = True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+    return func is aten.equal.default or (value if known is None else known.item())
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

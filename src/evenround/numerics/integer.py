@@ -34,15 +34,24 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """`[out, in]` in `dtype`, multiplied in float32."""
-        out_features, in_features = self.codes.shape
-        centred = self.codes.to(torch.float32) - _per_element(self.zero_point.to(torch.float32), self.scheme, in_features)
-        return (centred * _per_element(self.scale.to(torch.float32), self.scheme, in_features)).to(dtype)
+        result = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        whole = self.scheme.group_size == PER_TENSOR
+        for at in chunks(self.codes):
+            zero, scale = (values if whole else values[at] for values in (self.zero_point, self.scale))
+            centred = self.codes[at].to(torch.float32).sub_(self._per_element(zero))
+            result[at] = centred.mul_(self._per_element(scale))
+        return result
 
+    def _per_element(self, per_group: Tensor) -> Tensor:
+        """float32, one value an element of the rows; `[rows, 1]` where these share one."""
+        wide = per_group.to(torch.float32)
+        if self.scheme.group_size in (PER_CHANNEL, PER_TENSOR):
+            return wide
+        return wide.repeat_interleave(self.scheme.group_size, dim=1)[:, : self.codes.shape[1]]
 
-def _per_element(per_group: Tensor, scheme: WeightScheme, in_features: int) -> Tensor:
-    if scheme.group_size in (PER_CHANNEL, PER_TENSOR):
-        return per_group
-    return per_group.repeat_interleave(scheme.group_size, dim=1)[:, :in_features]
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """The same on `device`."""
+        return QuantizedWeight(self.codes.to(device), self.scale.to(device), self.zero_point.to(device), self.scheme)
 
 
 def to_groups(weight: Tensor, group_size: int) -> Tensor:
@@ -116,12 +125,15 @@ def round_to_grid(rows: Tensor, offset: Tensor | None, grid: Grid) -> Tensor:
 CHUNK = 1 << 16
 """Elements a CPU works on at once: 256 KiB of float32 stay in the L2 cache over the dozen passes of one QDQ."""
 
+ACCELERATOR_CHUNK = 1 << 25
+"""Elements an accelerator works on at once: large enough to fill it, and a temporary takes 128 MiB, not an output head's 2 GB."""
+
 
 def chunks(rows: Tensor) -> list[slice]:
-    """Slices of the rows of `[groups, size]` to work on one after another: cache-sized on a CPU, everything at once on an accelerator."""
+    """Slices of the rows of `[groups, size]` to work on one after another: cache-sized on a CPU, much larger on an accelerator."""
     count, size = rows.shape
     host = rows.device.type == "cpu" and rows.device.index is None  # `cpu:0` is a simulated accelerator, and works as one
-    step = max(1, CHUNK // size) if host else max(1, count)
+    step = max(1, (CHUNK if host else ACCELERATOR_CHUNK) // max(1, size))
     return [slice(start, start + step) for start in range(0, count, step)]
 
 
@@ -184,38 +196,31 @@ def _clip_gradients(
     return -total * low / highest - grad_zero * low / grid.scale, total * high / highest
 
 
-class IntegerQDQ(torch.autograd.Function):
-    """Quantize-dequantize with straight-through gradients of V and of the clip factors.
+def qdq(
+    rows: Tensor,
+    offset: Tensor,
+    min_clip: Tensor,
+    max_clip: Tensor,
+    low: Tensor,
+    high: Tensor,
+    scheme: WeightScheme,
+    dtype: torch.dtype,
+) -> Tensor:
+    """W' `[groups, size]` in `dtype` of weights `rows` and V of the same shape; clip factors and limits are `[groups, 1]`."""
+    return quantize_dequantize(rows, offset, make_grid(low, high, min_clip, max_clip, scheme), dtype)
 
-    Saved for backward: the weight (a view of the block's own), V, and four `[groups, 1]` vectors. Codes, masks and the grid are computed
-    again in backward: 12 elementwise passes are cheaper than 5 bytes kept per weight while the block runs.
+
+def parameter_gradients(
+    grad: Tensor, rows: Tensor, offset: Tensor, min_clip: Tensor, max_clip: Tensor, low: Tensor, high: Tensor, scheme: WeightScheme
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Straight-through gradients of V `[groups, size]` and of both clip factors `[groups, 1]`, from that of W' `[groups, size]`.
+
+    Needs nothing from the forward pass but its arguments: codes, masks and the grid are computed again, as 12 elementwise passes are
+    cheaper than 5 bytes kept per weight while the block runs.
     """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        rows: Tensor,
-        offset: Tensor,
-        min_clip: Tensor,
-        max_clip: Tensor,
-        low: Tensor,
-        high: Tensor,
-        scheme: WeightScheme,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """`rows`, `offset` `[groups, size]`; the other tensors `[groups, 1]`. Returns W' `[groups, size]` in `dtype`."""
-        ctx.save_for_backward(rows, offset, min_clip, max_clip, low, high)
-        ctx.scheme = scheme  # type: ignore[attr-defined]
-        return quantize_dequantize(rows, offset, make_grid(low, high, min_clip, max_clip, scheme), dtype)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, offset, min_clip, max_clip, low, high = ctx.saved_tensors  # type: ignore[attr-defined]
-        scheme: WeightScheme = ctx.scheme  # type: ignore[attr-defined]
-        grid = make_grid(low, high, min_clip, max_clip, scheme)
-        grad_offset, grad_scale, grad_zero = _gradients(grads[0], rows, offset, grid)
-        grad_min, grad_max = _clip_gradients(grad_scale, grad_zero, low, high, min_clip, max_clip, grid, scheme)
-        return None, grad_offset, grad_min, grad_max, None, None, None, None
+    grid = make_grid(low, high, min_clip, max_clip, scheme)
+    grad_offset, grad_scale, grad_zero = _gradients(grad, rows, offset, grid)
+    return grad_offset, *_clip_gradients(grad_scale, grad_zero, low, high, min_clip, max_clip, grid, scheme)
 
 
 def quantize(
@@ -227,7 +232,7 @@ def quantize(
 ) -> QuantizedWeight:
     """Quantize `weight` `[out, in]` with tuned parameters (`offset` `[groups, size]`, clips `[groups, 1]`), or by plain rounding without.
 
-    Bit for bit what `IntegerQDQ` used: same grid, same rounding. A float64 weight is rounded to float32 first.
+    Bit for bit what `qdq` gives: same grid, same rounding. A float64 weight is rounded to float32 first.
     Raises `OverflowError` when a scale does not fit float16.
     """
     rows = to_groups(weight.float() if weight.dtype == torch.float64 else weight, scheme.group_size)

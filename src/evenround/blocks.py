@@ -1,0 +1,169 @@
+"""Decoder blocks on their devices: one forward pass of a block group, on any replica, with any weights in place of the blocks' own.
+
+The blocks are never edited: weights are passed through `torch.func.functional_call`, so the same block gives the float reference, too, and
+a replica of a block is nothing but other tensors for its parameters.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from evenround.calls import BlockCall
+from evenround.memory.place import Placement
+from evenround.memory.simulate import Category
+from evenround.model import Site, structure
+from evenround.scheme import WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A materialized decoder block and how to call it."""
+
+    name: str
+    module: nn.Module
+    call: BlockCall
+    sites: tuple[tuple[Site, WeightScheme], ...]
+    """The weights to quantize in it."""
+
+    def weight(self, site: Site) -> Tensor:
+        """The float weight `[out, in]` where it is kept."""
+        parameter = self.module.get_parameter(site.parameter.removeprefix(self.name + ".")).detach()
+        return parameter.t().contiguous() if site.transposed else parameter
+
+
+Weights = Mapping[str, Tensor]
+"""Site name → weight `[out, in]` in the compute dtype, on the device where the site runs, to take the place of the block's own."""
+
+
+Function = Callable[[dict[str, Tensor], tuple[object, ...], dict[str, object]], object]
+"""Calls a block with tensors in place of its parameters and buffers: (by name, positional, keyword arguments)."""
+
+Compiled = MutableMapping[object, Function]
+"""Structure of a block → its compiled function, for all blocks of that structure."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    calls: tuple[BlockCall, ...]
+    others: tuple[Mapping[str, Tensor], ...]
+    """For each block: its parameters and buffers that are not sites, where they are not the block's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive blocks, in execution order, on the devices of a placement. Made by `on_devices`."""
+
+    blocks: tuple[Block, ...]
+    place: Placement
+    replicas: tuple[_Replica, ...]
+    functions: tuple[Function, ...]
+    """What calls each block."""
+
+    @property
+    def name(self) -> str:
+        return self.blocks[0].name
+
+    @property
+    def sites(self) -> list[tuple[Block, Site, WeightScheme]]:
+        return [(block, site, scheme) for block in self.blocks for site, scheme in block.sites]
+
+    def first_device(self, replica: int) -> torch.device:
+        """Where hidden states enter."""
+        return self.place.device(self.blocks[0].name, replica)
+
+    def last_device(self, replica: int) -> torch.device:
+        """Where hidden states come out."""
+        return self.place.device(self.blocks[-1].name, replica)
+
+    def forward(self, hidden: Tensor, samples: Sequence[int], replica: int, weights: Weights) -> Tensor:
+        """Output `[batch, tokens, hidden]` of the group for hidden states of the calibration samples `samples`."""
+        for number, block in enumerate(self.blocks):
+            hidden = hidden.to(self.place.device(block.name, replica))
+            run = self._runner(number, samples, replica, weights)
+            if self.place.layout.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = run(hidden)
+        return hidden
+
+    def _runner(self, number: int, samples: Sequence[int], replica: int, weights: Weights) -> Callable[[Tensor], Tensor]:
+        block, mine = self.blocks[number], self.replicas[replica]
+        swapped = dict(mine.others[number])
+        for site, _ in block.sites:
+            weight = weights[site.name]
+            swapped[site.parameter.removeprefix(block.name + ".")] = weight.t() if site.transposed else weight
+
+        def call(*args: object, **kwargs: object) -> object:
+            return self.functions[number](swapped, args, kwargs)
+
+        def run(hidden: Tensor) -> Tensor:
+            label: Category = "saved activations" if torch.is_grad_enabled() else "other"
+            with self.place.running(replica), self.place.label(label):
+                return mine.calls[number].run(call, hidden, samples)
+
+        return run
+
+    def spread(self, weights: Callable[[Block, Site, WeightScheme], Tensor]) -> list[dict[str, Tensor]]:
+        """For each replica, `weights(block, site, scheme)` `[out, in]` of every site, where the site runs."""
+        replicas: list[dict[str, Tensor]] = [{} for _ in self.replicas]
+        for block, site, scheme in self.sites:
+            weight = weights(block, site, scheme)
+            for replica, there in enumerate(replicas):
+                there[site.name] = weight.to(self.place.device(site.name, replica))
+        return replicas
+
+    def float_weights(self) -> list[dict[str, Tensor]]:
+        """The blocks' own weights for each replica: copies only where the site does not run where it is kept."""
+        with self.place.label("weights"):
+            return self.spread(lambda block, site, scheme: block.weight(site))
+
+
+@contextlib.contextmanager
+def on_devices(blocks: Sequence[Block], place: Placement, compiled: Compiled | None = None) -> Iterator[Group]:
+    """The blocks as a group on the devices of `place`; transfers between modules are off again when the context ends.
+
+    compiled: run blocks through `torch.compile`, and keep what was compiled here.
+    """
+    replicas = []
+    for replica in range(len(place.layout.replicas)):
+        there: dict[str, dict[int, Tensor]] = {}
+        calls = []
+        for block in blocks:
+            device = place.device(block.name, replica)
+            calls.append(block.call.on(device, there.setdefault(str(device), {})))
+        with place.label("weights"):
+            others = tuple(_others(block, place, replica, compiled is not None) for block in blocks)
+        replicas.append(_Replica(tuple(calls), others))
+    with place.moving({block.name: block.module for block in blocks}):
+        yield Group(tuple(blocks), place, tuple(replicas), tuple(_function(block, place, compiled) for block in blocks))
+
+
+def _function(block: Block, place: Placement, compiled: Compiled | None) -> Function:
+    def call(swapped: dict[str, Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        return functional_call(block.module, swapped, args, kwargs)
+
+    if compiled is None:
+        return call
+    # All tensors are passed, so one block's code serves every block of its structure; transfers are its own where it is cut.
+    key = block.name if place.cuts(block.name, block.module) else structure(block.module)
+    if key not in compiled:
+        compiled[key] = torch.compile(call)
+    return compiled[key]
+
+
+def _others(block: Block, place: Placement, replica: int, everything: bool) -> dict[str, Tensor]:
+    """Parameters and buffers that are not sites, where `replica` wants them; none for replica 0 unless `everything` is asked for."""
+    if replica == 0 and not everything:
+        return {}  # loaded to where replica 0 wants them
+    sites = {site.parameter.removeprefix(block.name + ".") for site, _ in block.sites}
+    found = {}
+    for kind in (block.module.named_parameters(), block.module.named_buffers()):
+        for name, tensor in kind:
+            if name not in sites:
+                found[name] = tensor.detach().to(place.device(f"{block.name}.{name}".rpartition(".")[0], replica))
+    return found
