@@ -147,6 +147,8 @@ OTHERS: dict[str, Small] = {
     "float inputs": Small(tune=replace(TUNE, quantized_inputs=False)),
     "clips stay": Small(tune=replace(TUNE, minmax_tuning=False)),
     "bfloat16": Small(dtype=torch.bfloat16, tune=replace(TUNE, keep="best")),
+    "bfloat16, layer norm": Small(architecture="gpt2", dtype=torch.bfloat16),
+    "bfloat16, padded rows": Small(architecture="gemma3", dtype=torch.bfloat16, padded=True),
     "one scale a channel, asymmetric": Small(scheme="W3A16_ASYM", group_size=-1),
     "one scale": Small(group_size=0),
     "some layers in floating point": Small(ignore_layers=("mlp.up_proj", "v_proj")),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evenround.memory.place import ON_HOST, Layout
+from evenround.memory.place import ON_HOST, Layout, Order
 from evenround.rehearsal import Profile, Rehearsed, samples_of_step
 
 FLOPS = 2e14
@@ -58,8 +58,8 @@ class Bounds:
     """False: chained inputs stay off the devices."""
     host_device: bool = False
     """The device is the host itself: nothing can be moved from one to the other."""
-    micro_batch: int | None = None
-    """Only this one: a group that was begun with it goes on with it."""
+    order: Order | None = None
+    """Only this one, if there is such a wish: a run that was begun with it goes on with it, and its bytes stay what they would be."""
 
 
 def _halves(size: int) -> list[int]:
@@ -99,7 +99,7 @@ def wishes(group: Rehearsed, count: int, bounds: Bounds) -> list[Wish]:
                                 state_on_host=on_host,
                             )
                         )
-    return [wish for wish in found if bounds.micro_batch in (None, wish.micro_batch)] or found
+    return [wish for wish in found if bounds.order in (None, (wish.micro_batch, wish.replicas))] or found
 
 
 def _strategies(group: Rehearsed, count: int, bounds: Bounds) -> Iterator[tuple[str, int]]:

@@ -18,11 +18,12 @@ import torch
 
 from evenround.chains import Chain, Chains, Home
 from evenround.errors import UserError, readable_bytes
+from evenround.memory.place import Order
 from evenround.tensorfile import TensorFile, TensorSpec, atomic_write_text, bytes_of, plan_file, put, read_header, read_into
 
 FOLDER = ".evenround"
 _MANIFEST = "manifest.json"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(slots=True)
@@ -35,6 +36,8 @@ class Manifest:
     blocks: list[dict[str, object]] = field(default_factory=list)
     written: dict[str, list[str]] = field(default_factory=dict)
     """Format → tensors that are in its files."""
+    orders: dict[str, Order] = field(default_factory=dict)
+    """First block of a group → in which order it sums: a run that goes on keeps it, whatever memory is free then."""
 
     @staticmethod
     def exists(output_dir: Path) -> bool:
@@ -52,12 +55,13 @@ class Manifest:
             saved = json.loads(path.read_text())
             done, blocks, before = int(saved["done"]), list(saved["blocks"]), dict(saved["settings"])
             written = {name: list(tensors) for name, tensors in saved["written"].items()}
+            orders = {name: (int(micro), int(replicas)) for name, (micro, replicas) in saved["orders"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} cannot be read ({error}); start anew with --overwrite") from error
         if saved.get("version") != _VERSION:
             raise UserError(f"{path} was written by another version of evenround; start anew with --overwrite")
         refuse_other_settings(output_dir, before, settings)
-        return Manifest(folder, settings, done, blocks, written)
+        return Manifest(folder, settings, done, blocks, written, orders)
 
     def commit(
         self, chains: Chains | None, block: dict[str, object] | None, written: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -75,7 +79,14 @@ class Manifest:
         self.done += 1
         if chains is not None:
             _save(self._chain_path(self.done), chains)
-        state = {"version": _VERSION, "done": self.done, "blocks": self.blocks, "written": self.written, "settings": self.settings}
+        state = {
+            "version": _VERSION,
+            "done": self.done,
+            "blocks": self.blocks,
+            "written": self.written,
+            "orders": self.orders,
+            "settings": self.settings,
+        }
         atomic_write_text(self.folder / _MANIFEST, json.dumps(state, indent=1))
         before.unlink(missing_ok=True)
 

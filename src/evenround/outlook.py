@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from evenround.errors import UserError, nearest
 from evenround.group import GroupJob, group_names
 from evenround.layouts import Bounds
 from evenround.memory.devices import Device, Machine, available_host_bytes
-from evenround.memory.place import ON_HOST
+from evenround.memory.place import ON_HOST, Order
 from evenround.memory.stage import accelerators
 from evenround.model import Skeleton
 from evenround.plan import Plan, Resources, make_plan
@@ -36,19 +37,21 @@ def outlook(
     machine: Machine,
     config: DeviceConfig,
     disk_bytes: int,
+    orders: Mapping[str, Order] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a run on `machine`.
 
     tokens, mask: `[samples, tokens]` of the calibration text, None without text; made-up ones of the same shape do.
-    disk_bytes: of the finished checkpoints. Raises `UserError` where a map names what is not there.
+    disk_bytes: of the finished checkpoints. orders: first block of a group → the order of sums that it is to keep, if that fits.
+    Raises `UserError` where a map names what is not there.
     """
     calls, width = _calls(skeleton, tokens, mask, dtype)
     shape = () if tokens is None else (*tokens.shape, width)
     jobs = group_jobs(skeleton, schemes, tune, calls, dtype, mask)
-    bounds = bounds_for(jobs, machine, config)
     disk = disk_bytes + (4 * shape[0] * shape[1] * width * dtype.itemsize if shape else 0)
     host = available_host_bytes() if machine.here else UNLIMITED  # of the machine that is planned for, only the devices are known
-    return make_plan(jobs, shape, Resources(devices=accelerators(machine), host_bytes=host), bounds, disk)
+    resources = Resources(devices=accelerators(machine), host_bytes=host)
+    return _keeping(orders, jobs, shape, resources, machine, config, disk)
 
 
 def replan(
@@ -57,12 +60,27 @@ def replan(
     devices: tuple[Device, ...],
     machine: Machine,
     config: DeviceConfig,
-    micro_batch: int,
+    orders: Mapping[str, Order],
 ) -> Plan:
-    """The plan of what is left, for devices that are not what they were; with the same micro-batch if that fits, which keeps the bytes."""
+    """The plan of what is left, for devices that are not what they were; sums stay in the same order if that fits."""
     resources = Resources(devices=devices, host_bytes=available_host_bytes())
-    same = make_plan(jobs, shape, resources, bounds_for(jobs, machine, config, micro_batch), 0)
-    return same if same.fits else make_plan(jobs, shape, resources, bounds_for(jobs, machine, config), 0)
+    return _keeping(orders, jobs, shape, resources, machine, config, 0)
+
+
+def _keeping(
+    orders: Mapping[str, Order],
+    jobs: Sequence[GroupJob],
+    shape: tuple[int, ...],
+    resources: Resources,
+    machine: Machine,
+    config: DeviceConfig,
+    disk: int,
+) -> Plan:
+    if orders:
+        kept = make_plan(jobs, shape, resources, bounds_for(jobs, machine, config, orders), disk)
+        if kept.fits:
+            return kept
+    return make_plan(jobs, shape, resources, bounds_for(jobs, machine, config), disk)
 
 
 def group_jobs(
@@ -110,7 +128,9 @@ def _calls(skeleton: Skeleton, tokens: Tensor | None, mask: Tensor | None, dtype
     return tuple(call.for_any_sample() for call in embedded.calls), embedded.width
 
 
-def bounds_for(jobs: Sequence[GroupJob], machine: Machine, config: DeviceConfig, micro_batch: int | None = None) -> list[Bounds]:
+def bounds_for(
+    jobs: Sequence[GroupJob], machine: Machine, config: DeviceConfig, orders: Mapping[str, Order] = MappingProxyType({})
+) -> list[Bounds]:
     """What `config` leaves open for each group. Raises `UserError` for a map or placement that makes no sense."""
     devices = accelerators(machine)
     host_device = devices[0].kind == "cpu"
@@ -132,7 +152,7 @@ def bounds_for(jobs: Sequence[GroupJob], machine: Machine, config: DeviceConfig,
                 placed=placed,
                 chains_on_device=not config.low_gpu_mem_usage,
                 host_device=host_device,
-                micro_batch=micro_batch,
+                order=orders.get(job.names[0]),
             )
         )
     if unused:

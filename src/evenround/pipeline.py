@@ -102,7 +102,7 @@ def _quantize(job: Job, tell: Progress, machine: Machine, devices: Stage) -> dic
             tell.note(f"{job.output.output_dir} holds the finished result of this very command already (--overwrite starts anew)")
             return finished
         manifest = Manifest.open(job.output.output_dir, settings)
-        plan = _plan(job, exporters, skeleton, schemes, rows, dtype, machine, tell)
+        plan = _plan(job, exporters, skeleton, schemes, rows, dtype, machine, manifest, tell)
         formats = _open_formats(job.output, exporters, skeleton, schemes)
         return _work(_Run(job, source, skeleton, schemes, rows, formats, machine, devices, dtype, plan, tell), settings, manifest)
 
@@ -115,12 +115,17 @@ def _plan(
     rows: TokenRows | None,
     dtype: torch.dtype,
     machine: Machine,
+    manifest: Manifest,
     tell: Progress,
 ) -> Plan:
     """Raises `NothingFits`, before a weight is read; a CPU may swap and is only warned."""
     disk = sum(spec.nbytes for exporter in exporters for spec in output_specs(exporter, skeleton, schemes).values())
     tokens, mask = (rows.tokens, rows.mask) if rows else (None, None)
-    plan = outlook(skeleton, schemes, job.tune, tokens, mask, dtype, machine, job.device, disk)
+    plan = outlook(skeleton, schemes, job.tune, tokens, mask, dtype, machine, job.device, disk, manifest.orders)
+    orders = plan.orders
+    if manifest.orders and orders != manifest.orders:
+        tell.note(f"the run was begun with other micro-batches, which do not fit now; {OTHER_ORDER}")
+    manifest.orders = orders
     tell.plan(plan)
     if not plan.fits:
         error = refusal(plan)
@@ -322,7 +327,7 @@ def _do_group(
         except torch.OutOfMemoryError as error:
             reason = str(error)
         state.chains = None  # frees what is on the devices; it is read back from the disk
-        state.plan, note = _smaller(run, jobs, layout, reason)
+        state.plan, note = _smaller(run, jobs, state, reason)
         state.load(run, state.plan.layout(group.names), manifest)
         notes.append(note)
         run.tell.note(note)
@@ -355,15 +360,15 @@ def _tune(
     return result, result.quantized
 
 
-def _smaller(run: _Run, jobs: Sequence[GroupJob], layout: Layout, reason: str) -> tuple[Plan, str]:
+def _smaller(run: _Run, jobs: Sequence[GroupJob], state: _State, reason: str) -> tuple[Plan, str]:
     """A plan of the rest for what the devices hold now, and a note. Raises `OutOfMemoryError` when nothing fits any more."""
     release_host_memory()
-    found = replan(jobs, run.plan.shape, run.stage.measured(), run.machine, run.job.device, layout.micro_batch)
+    found = replan(jobs, run.plan.shape, run.stage.measured(), run.machine, run.job.device, state.plan.orders)
     if not found.fits:
         raise torch.OutOfMemoryError(f"{reason}; and nothing else fits: {refusal(found)}")
     first = jobs[0].names
     again = found.layout(first)
-    changed = "" if again.micro_batch == layout.micro_batch else "; sums over samples are in another order than they would have been"
+    changed = "" if found.orders[first[0]] == state.plan.orders[first[0]] else f"; {OTHER_ORDER}"
     return found, f"{first[0]} ran out of memory ({reason}); it went on as {describe(again)}{changed}"
 
 
@@ -423,6 +428,9 @@ def _block_record(
         peak_bytes=peaks,
         notes=(*notes, *(result.notes if result else ())),
     )
+
+
+OTHER_ORDER = "sums over samples are in another order than they would have been, so that the last bits may differ"
 
 
 class _Clock:

@@ -16,7 +16,7 @@ from evenround.errors import UserError, readable_bytes
 from evenround.group import GroupJob
 from evenround.layouts import Bounds, Drafter, Wish, greedy, relative_seconds, wishes
 from evenround.memory.devices import Device, attention, margin
-from evenround.memory.place import ON_HOST, Layout
+from evenround.memory.place import ON_HOST, Layout, Order
 from evenround.model import structure
 from evenround.rehearsal import Profile, Rehearsed, Usage, profile, rehearse
 
@@ -100,6 +100,11 @@ class Plan:
         """The layout of the group of blocks `names`."""
         group = self.groups[self.kinds[names[0]]]
         return renamed(group.layout, dict(zip(group.names, names, strict=True)))
+
+    @property
+    def orders(self) -> dict[str, Order]:
+        """First block of every group → in which order it sums."""
+        return {name: self.groups[kind].layout.order for name, kind in self.kinds.items()}
 
     def usage(self, names: Sequence[str]) -> Usage:
         """What that group takes."""

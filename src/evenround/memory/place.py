@@ -26,6 +26,9 @@ from evenround.memory.simulate import Category
 ON_HOST = -1
 """Number of the host among devices."""
 
+Order = tuple[int, int]
+"""(samples of a micro-batch, replicas): what decides in which order gradients are summed, and with it the last bits of a result."""
+
 Label = Callable[[Category], AbstractContextManager[None]]
 """Says what memory allocated inside is for."""
 
@@ -64,6 +67,10 @@ class Layout:
 
     def owner_of(self, site: str) -> int:
         return self.owners.get(site, self.device_of(site))
+
+    @property
+    def order(self) -> Order:
+        return self.micro_batch, len(self.replicas)
 
     @property
     def at_once(self) -> int:
