@@ -5,7 +5,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from evenround.tune import Draw, GroupResult
 
 GIB = 2**30
 TUNE = TuneConfig(iters=2, batch_size=3, momentum=0.8, keep="last")
+TWO_BLOCKS = replace(TUNE, nblocks=2)
 
 
 @functools.cache

@@ -30,7 +30,9 @@ def test_any_samples_written_anywhere_are_read_back(folder: Path, data: st.DataO
     """Against one plain tensor that is written alike."""
     with SimulatedDevices([GIB, GIB]) as devices:
         kinds = st.sampled_from([HOST, torch.device("cpu", 0), torch.device("cpu", 1), "disk"])
-        places = data.draw(st.lists(st.tuples(kinds, st.integers(0, 4)), min_size=1, max_size=4).filter(lambda all_: any(n for _, n in all_)))
+        places = data.draw(
+            st.lists(st.tuples(kinds, st.integers(0, 4)), min_size=1, max_size=4).filter(lambda all_: any(n for _, n in all_))
+        )
         homes = [Home(HOST, rows, folder) if place == "disk" else Home(place, rows) for place, rows in places]  # type: ignore[arg-type]
         samples, dtype = sum(rows for _, rows in places), data.draw(st.sampled_from(DTYPES))
         plain = torch.randn(samples, 3, 5, generator=torch.Generator().manual_seed(samples)).to(dtype)

@@ -71,7 +71,9 @@ def test_no_contiguous_cut_is_more_even(costs: list[int], devices: list[tuple[in
     (places,) = layout.replicas
     ordered = [places[f"u{at}"] for at in range(len(costs))]
     assert ordered == sorted(ordered) and places[""] == 0
-    got = max((sum(cost for cost, on in zip(costs, ordered, strict=True) if on == at) + extra[at]) / shares[at] for at in range(len(shares)))
+    got = max(
+        (sum(cost for cost, on in zip(costs, ordered, strict=True) if on == at) + extra[at]) / shares[at] for at in range(len(shares))
+    )
     inner = itertools.combinations_with_replacement(range(len(costs) + 1), len(devices) - 1)
     best = min(fullest((0, *cut, len(costs)), costs, extra, shares) for cut in inner)
     assert got == pytest.approx(best, abs=1e-6)
@@ -139,7 +141,9 @@ def test_no_other_distribution_of_the_samples_is_more_even(size: int, samples: i
     shares = [capacity / max(capacities) for capacity in capacities]
     layout = Layout(strategy="split", replicas=({"": 0},), owners={}, micro_batch=1, chains="host")
     made = Drafter(group, made_up([1], size), capacities, Bounds()).with_chains(layout, needed)
-    assert made.chains == "device" and sum(made.chain_rows) == samples and min(made.chain_rows) >= 0 and len(made.chain_rows) == len(devices)
+    assert (
+        made.chains == "device" and sum(made.chain_rows) == samples and min(made.chain_rows) >= 0 and len(made.chain_rows) == len(devices)
+    )
     rest = itertools.product(range(samples + 1), repeat=len(devices))
 
     def worst(rows: Sequence[int]) -> float:
@@ -201,8 +205,9 @@ def test_limits_are_kept() -> None:
     assert {wish.chains_on_device for wish in wishes(group, 2, Bounds(chains_on_device=False))} == {False}
     host = wishes(group, 1, Bounds(host_device=True))
     assert {wish.state_on_host for wish in host} == {False}  # it is there anyway
-    assert {wish.micro_batch for wish in wishes(group, 2, Bounds(micro_batch=4))} == {4}
-    assert {wish.micro_batch for wish in wishes(group, 2, Bounds(micro_batch=7))} >= {8, 1}  # what cannot be had does not count
+    assert {(wish.micro_batch, wish.replicas) for wish in wishes(group, 2, Bounds(order=(4, 1)))} == {(4, 1)}
+    assert {(wish.micro_batch, wish.replicas) for wish in wishes(group, 2, Bounds(order=(4, 2)))} == {(4, 2)}
+    assert {wish.micro_batch for wish in wishes(group, 2, Bounds(order=(7, 1)))} >= {8, 1}  # what cannot be had does not count
     placed = wishes(group, 3, Bounds(strategy="map", placed={"mlp": 1}))
     assert strategies(placed) == {("map", 1)}
 

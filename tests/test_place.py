@@ -163,7 +163,9 @@ def test_a_replica_runs_on_its_own_devices(glue: Glue) -> None:
     with placed(of, 4) as place:
         with watched(glue) as seen, place.moving({"m": glue}):
             for replica, (own, first, third) in enumerate([("cpu:0", "cpu:1", "cpu:0"), ("cpu:2", "cpu:2", "cpu:3")]):
-                tensors = {name: tensor.to(place.device(f"m.{name}".rpartition(".")[0], replica)) for name, tensor in glue.state_dict().items()}
+                tensors = {
+                    name: tensor.to(place.device(f"m.{name}".rpartition(".")[0], replica)) for name, tensor in glue.state_dict().items()
+                }
                 inputs = (torch.randn(2, 4).to(own),), {"scale": torch.ones(1).to(own)}
                 with place.running(replica):
                     torch.func.functional_call(glue, tensors, *inputs)

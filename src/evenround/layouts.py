@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from evenround.memory.place import ON_HOST, Layout, Order
-from evenround.rehearsal import Profile, Rehearsed, samples_of_step
+from evenround.rehearsal import Profile, Rehearsed, samples_of_step, unit_of
 
 FLOPS = 2e14
 """Operations a second in the products of matrices."""
@@ -147,8 +147,11 @@ class Drafter:
     def __init__(self, group: Rehearsed, profile: Profile, capacities: Sequence[int], bounds: Bounds) -> None:
         self.group, self.profile, self.bounds = group, profile, bounds
         self.shares = [capacity / max(capacities) for capacity in capacities]
-        units = {**dict.fromkeys(profile.kept), **dict.fromkeys(profile.weights), **dict.fromkeys(profile.others)}
-        self.units = list(units) if group.shape else []
+        self.units = list(profile.units)
+        self.sites: dict[str, list[str]] = {}
+        """Unit → sites that go where it goes."""
+        for site in profile.weights:
+            self.sites.setdefault(unit_of(site, profile.units), []).append(site)
 
     @property
     def count(self) -> int:
@@ -208,12 +211,13 @@ class Drafter:
     def _cost(self, unit: str, wish: Wish) -> float:
         profile = self.profile
         at_once = wish.micro_batch * wish.in_flight
-        cost: float = profile.others.get(unit, 0) + profile.replica.get(unit, 0)
+        sites = self.sites.get(unit, ())
+        cost: float = profile.others.get(unit, 0) + sum(profile.replica[site] for site in sites)
         cost += 0 if wish.recompute else at_once * profile.kept.get(unit, 0)
         if wish.recompute and unit in self.group.job.names:
             cost += at_once * profile.chain
         if not wish.state_on_host and wish.replicas == 1:
-            cost += profile.weights.get(unit, 0) + profile.state.get(unit, 0)
+            cost += sum(profile.weights[site] + profile.state[site] for site in sites)
         return cost
 
     def _cut(self, wish: Wish, devices: Sequence[int], extra: Sequence[float] | None) -> dict[str, int]:

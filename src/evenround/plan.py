@@ -18,7 +18,7 @@ from evenround.layouts import Bounds, Drafter, Wish, greedy, relative_seconds, w
 from evenround.memory.devices import Device, attention, margin
 from evenround.memory.place import ON_HOST, Layout, Order
 from evenround.model import structure
-from evenround.rehearsal import Profile, Rehearsed, Usage, profile, rehearse
+from evenround.rehearsal import NO_PROFILE, Rehearsed, Usage, profile, rehearse
 
 SMALLEST = 32
 """Wishes that are rehearsed to find the least that would fit, for a group of one block; fewer for longer groups."""
@@ -189,7 +189,7 @@ class _Search:
     def __init__(self, group: Rehearsed, resources: Resources, bounds: Bounds) -> None:
         self.group, self.resources, self.bounds = group, resources, bounds
         self.devices = resources.devices
-        self.profile = profile(group) if group.shape else Profile({}, {}, {}, {}, {}, 0)
+        self.profile = profile(group) if group.shape else NO_PROFILE
         if bounds.strategy == "greedy":
             bounds = self.bounds = replace(bounds, placed=self._greedy())
         self.drafter = Drafter(group, self.profile, [device.capacity for device in self.devices], bounds)
@@ -215,6 +215,11 @@ class _Search:
     def worst(self, usage: Usage) -> Fraction:
         return _factor(self.devices, usage.peaks)
 
+    def even(self, usage: Usage) -> bool:
+        """Whether no device is more than 1 % fuller, for its capacity, than the mean: not worth another rehearsal."""
+        parts = [Fraction(peak, device.capacity) for device, peak in zip(self.devices, usage.peaks, strict=True)]
+        return max(parts) * len(parts) * 100 <= sum(parts) * 101
+
     def best(self, wish: Wish) -> tuple[Layout, Usage]:
         """The best layout of a wish, rehearsed. Drafts have all micro-batches in flight as one, which takes about the same memory."""
         draft = replace(wish, micro_batch=wish.micro_batch * wish.in_flight, in_flight=1)
@@ -224,7 +229,7 @@ class _Search:
             layout = self.drafter.with_chains(layout, usage.peaks)
         layout = replace(layout, micro_batch=wish.micro_batch, in_flight=wish.in_flight)
         usage = self.usage(layout)
-        if with_chains and draft != wish:  # now that it is known what the micro-batches take when they are not one
+        if with_chains and draft != wish and not self.even(usage):  # now that it is known what the micro-batches take when they are not one
             size = 3 * self.profile.chain
             without = [peak - rows * size for peak, rows in zip(usage.peaks, layout.chain_rows, strict=True)]
             again = self.drafter.with_chains(layout, without)
@@ -238,6 +243,8 @@ class _Search:
         layout, usage = drafted, self.usage(drafted)
         cut = wish.strategy in ("split", "pipeline") and not self.bounds.placed and len(self.devices) > 1
         for _ in range(max(1, REFINEMENTS // len(self.group.job.names)) if cut else 0):
+            if self.even(usage):
+                break
             costs = self.drafter.costs_of(drafted, wish)
             extra = [peak - cost for peak, cost in zip(self.usage(drafted).peaks, costs, strict=True)]
             again = self.drafter.layout(wish, extra)

@@ -6,7 +6,7 @@ device. No factors, no estimates: a tensor that a run allocates is allocated her
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -96,12 +96,18 @@ def _chosen(group: Rehearsed, layout: Layout) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the modules of a group cost, in bytes, in the order in which they first compute."""
+    """What the modules of a group cost, in bytes.
+
+    A module that nobody calls, because its parent uses its parameters directly, is part of its parent here.
+    """
+
+    units: tuple[str, ...]
+    """Modules that can be placed, in the order in which they first compute."""
 
     kept: Mapping[str, int]
     """Module → what one sample's forward pass leaves for backward; a module's own code counts apart from its children."""
     weights: Mapping[str, int]
-    """Site → its float weight."""
+    """Site → its float weight. A site may be no unit of its own: then it goes where its parent goes."""
     state: Mapping[str, int]
     """Site → its tuning state, without the float weight."""
     replica: Mapping[str, int]
@@ -110,6 +116,10 @@ class Profile:
     """Module → its parameters and buffers that are not sites."""
     chain: int
     """One sample of one chain."""
+
+
+NO_PROFILE = Profile(units=(), kept={}, weights={}, state={}, replica={}, others={}, chain=0)
+"""Of a group that nothing is run through."""
 
 
 def profile(group: Rehearsed) -> Profile:
@@ -137,10 +147,32 @@ def profile(group: Rehearsed) -> Profile:
         }
         sites = {item.site.name: _nbytes(item.weight) for item in states}
         others = _others(roots, set(sites))
-        by_module: dict[str, int] = {}
-        for tag, count in kept.items():
-            by_module[tag or last] = by_module.get(tag or last, 0) + count
-        return Profile(by_module, sites, state, {name: 2 * count for name, count in sites.items()}, others, _nbytes(chain.parts[0]))
+        units = tuple(tag for tag in devices.tags if tag is not None)
+        return Profile(
+            units=units,
+            kept=_by_unit({tag or last: count for tag, count in kept.items()}, units),
+            weights=sites,
+            state=state,
+            replica={name: 2 * count for name, count in sites.items()},
+            others=_by_unit(others, units),
+            chain=_nbytes(chain.parts[0]),
+        )
+
+
+def _by_unit(costs: Mapping[str, int], units: Sequence[str]) -> dict[str, int]:
+    """Costs of modules as those of the units that they belong to."""
+    found: dict[str, int] = {}
+    for name, cost in costs.items():
+        unit = unit_of(name, units)
+        found[unit] = found.get(unit, 0) + cost
+    return found
+
+
+def unit_of(name: str, units: Collection[str]) -> str:
+    """The module itself, or the nearest one above it that is a unit."""
+    while name not in units and "." in name:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -160,6 +192,7 @@ def _others(roots: Mapping[str, nn.Module], sites: set[str]) -> dict[str, int]:
 def _tagging(roots: Mapping[str, nn.Module], devices: SimulatedDevices) -> Iterator[None]:
     """Storages allocated inside a call of a module are tagged with its name."""
     stack: list[str | None] = [None]
+    devices.tags.clear()
     handles: list[Any] = []
 
     def watch(path: str, module: nn.Module) -> Sequence[Any]:

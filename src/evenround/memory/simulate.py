@@ -150,6 +150,8 @@ class SimulatedDevices(TorchDispatchMode):
         self._labels: list[Category] = []
         self.tag: str | None = None
         """Noted with every storage allocated from now on, for `held_by_tag`: a profile sets it to the module that runs."""
+        self.tags: dict[str | None, None] = {}
+        """Tags that something was allocated under, in the order of the first allocation."""
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> "SimulatedDevices":
@@ -293,6 +295,7 @@ class SimulatedDevices(TorchDispatchMode):
         alive, on, before, category, tag = self._storages.get(key) or (None, index, 0, self._category(crosses), self.tag)
         if alive is None or before != count:
             self._devices[on].take(count - before, category)
+            self.tags.setdefault(tag)
             self._storages[key] = (alive or weakref.ref(storage, functools.partial(self._free, key)), on, count, category, tag)
 
     def _free(self, key: int, _: object) -> None:
