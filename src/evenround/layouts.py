@@ -20,6 +20,12 @@ MEMORY = 1.5e12
 """Bytes a second on the device: rounding and the update move some 60 bytes a weight."""
 LINK = 2e10
 """Bytes a second between two devices, or device and host."""
+HOST_MEMORY = 3e10
+"""Bytes a second in the host's memory."""
+INSIDE = 6
+"""Hidden states' worth of tensors that cross a cut inside of a block: residuals, wider tensors of the MLP, and back again."""
+WORTH = 1.1
+"""How much faster something must be than one device with everything on it, to be taken instead: such figures are not better than that."""
 LAUNCH = 3e-3
 """Seconds that the program takes to start one block's forward and backward pass; it starts one after another, whatever the devices."""
 
@@ -121,7 +127,19 @@ def _strategies(group: Rehearsed, count: int, bounds: Bounds) -> Iterator[tuple[
         yield "pipeline", 1
 
 
-def relative_seconds(wish: Wish, group: Rehearsed, profile: Profile, count: int) -> float:
+def moves(placed: Mapping[str, int], profile: Profile) -> int:
+    """Modules that an explicit map puts on another device than their parent: what they get and give crosses."""
+    return sum(device_of(placed, unit) != device_of(placed, unit.rpartition(".")[0]) for unit in profile.units) if placed else 0
+
+
+def device_of(placed: Mapping[str, int], module: str) -> int:
+    """The nearest named ancestor decides, as in `Layout.device_of`."""
+    while module not in placed and module:
+        module = module.rpartition(".")[0]
+    return placed.get(module, 0)
+
+
+def relative_seconds(wish: Wish, group: Rehearsed, profile: Profile, count: int, bounds: Bounds) -> float:
     """Rough seconds of one step on cards of a data centre; to be compared, not believed."""
     width = group.job.dtype.itemsize
     weights = sum(profile.weights.values()) / width
@@ -134,9 +152,15 @@ def relative_seconds(wish: Wish, group: Rehearsed, profile: Profile, count: int)
     products /= wish.replicas
     rounding = 60 * weights / MEMORY / max(wish.replicas, stages)
     crossing: float = step * profile.chain * (0 if wish.chains_on_device else 2)
-    crossing += 4 * step * profile.chain * max(0, stages - 1) / wish.replicas
-    crossing += 2 * width * weights * (wish.replicas - 1)
+    # Every cut has a link of its own; only where one device works at a time they wait for each other.
+    cuts = max(0, stages - 1) if wish.strategy == "split" else min(1, stages - 1)
+    wide = 1 if len(group.job.names) >= stages else INSIDE
+    crossing += 4 * step * profile.chain * cuts * wide / wish.replicas
+    crossing += 4 * width * weights * (wish.replicas - 1) / wish.replicas
     crossing += (6 + 18) * weights if wish.state_on_host else 0
+    crossing += 4 * step * profile.chain * moves(bounds.placed, profile)
+    on_host = sum(kept for unit, kept in profile.kept.items() if device_of(bounds.placed, unit) == ON_HOST)
+    rounding += 6 * step * on_host / HOST_MEMORY
     started = passes * len(group.job.names) * LAUNCH * (4 / 3 if wish.recompute else 1)
     return max(products, started) + rounding + crossing / LINK
 

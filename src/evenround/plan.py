@@ -14,7 +14,7 @@ import torch
 
 from evenround.errors import UserError, readable_bytes
 from evenround.group import GroupJob
-from evenround.layouts import Bounds, Drafter, Wish, greedy, relative_seconds, wishes
+from evenround.layouts import WORTH, Bounds, Drafter, Wish, greedy, relative_seconds, wishes
 from evenround.memory.devices import Device, attention, margin
 from evenround.memory.place import ON_HOST, Layout, Order
 from evenround.model import structure
@@ -93,8 +93,8 @@ class Plan:
 
     @property
     def main(self) -> GroupPlan:
-        """The group that decides: the one that needs most of its devices, not counting the output head where blocks are planned."""
-        return max(self.groups, key=lambda group: (group.factor > 1, len(group.usage.peaks), group.factor))
+        """The kind of group that speaks for the run: one that does not fit, else the one that most blocks are in."""
+        return max(self.groups, key=lambda group: (not group.fits, len(group.names) * group.groups))
 
     def layout(self, names: Sequence[str]) -> Layout:
         """The layout of the group of blocks `names`."""
@@ -120,7 +120,7 @@ class Plan:
             "samples_at_once": main.layout.at_once,
             "recompute": main.layout.recompute,
             "chained_inputs": main.layout.chains,
-            "tuning_state": "host" if ON_HOST in main.layout.owners.values() else "device",
+            "tuning_state": _where_state(main.layout),
             "relative_time": round(main.relative_time, 3),
             "devices": [{**asdict(device), "breakdown": dict(device.breakdown)} for device in self.devices],
             "host_bytes": self.host_bytes,
@@ -129,6 +129,10 @@ class Plan:
             "tried": [attempt_dict(attempt) for attempt in main.tried],
             "groups": [_group_dict(group) for group in self.groups],
         }
+
+
+def _where_state(layout: Layout) -> str:
+    return "host" if ON_HOST in layout.owners.values() else "device"
 
 
 def attempt_dict(attempt: Attempt) -> dict[str, object]:
@@ -147,6 +151,10 @@ def _group_dict(group: GroupPlan) -> dict[str, object]:
         "replicas": len(layout.replicas),
         "recompute": layout.recompute,
         "chained_inputs": layout.chains,
+        "tuning_state": _where_state(layout),
+        "relative_time": round(group.relative_time, 3),
+        "fits": group.fits,
+        "host_bytes": group.host_bytes,
         "chain_rows": list(layout.chain_rows),
         "peaks_bytes": list(group.usage.peaks),
         "places": [dict(replica) for replica in layout.replicas],
@@ -259,14 +267,14 @@ class _Search:
     def run(self) -> GroupPlan:
         count = len(self.devices)
         found = wishes(self.group, count, self.bounds)
-        ordered = sorted(found, key=lambda wish: relative_seconds(wish, self.group, self.profile, count))
+        ordered = sorted(found, key=lambda wish: self._seconds(wish) * (1 if wish.strategy == "single" else WORTH))
         attempts: list[Attempt] = []
         plans: list[_Candidate] = []
         largest = max(device.capacity for device in self.devices)
         for wish in ordered:
             least = self.drafter.least_bytes(wish)
             if least > largest:
-                attempts.append(self._attempt(wish, (), f"needs at least {int(least)} bytes on a device"))
+                attempts.append(self._attempt(wish, (), f"needs at least {readable_bytes(int(least))} on a device"))
             elif self._try(wish, attempts, plans):
                 break
         else:
@@ -303,7 +311,7 @@ class _Search:
             self._try(wish, attempts, plans)
 
     def _seconds(self, wish: Wish) -> float:
-        return relative_seconds(wish, self.group, self.profile, len(self.devices))
+        return relative_seconds(wish, self.group, self.profile, len(self.devices), self.bounds)
 
     def _attempt(self, wish: Wish, peaks: tuple[int, ...], reason: str) -> Attempt:
         return Attempt(wish=wish.label, seconds=self._seconds(wish), peaks=peaks, reason=reason)
@@ -318,13 +326,13 @@ class _Search:
             return False
         factor, layout = self.worst(usage), self._with_disk(layout)
         over = [
-            f"{device.name} needs {_need(device, peak)} bytes of {device.capacity}"
+            f"{device.name} needs {readable_bytes(_need(device, peak))}, {_need(device, peak) - device.capacity} bytes too many"
             for device, peak in zip(self.devices, usage.peaks, strict=True)
             if _need(device, peak) > device.capacity
         ]
         host = self.host_bytes(layout)
         if host > self.resources.host_bytes:
-            over.append(f"the host needs {host} bytes of {self.resources.host_bytes}")
+            over.append(f"the host needs {readable_bytes(host)} of {readable_bytes(self.resources.host_bytes)}")
         attempts.append(self._attempt(wish, usage.peaks, ", ".join(over)))
         plans.append(_Candidate(factor, wish, layout, usage, not over))
         return not over
