@@ -3,6 +3,7 @@
 #   make demo    quantize, judge and reload a real 135M-parameter model (6 minutes on 2 cores)
 #   make test    the test suite                  make lint    ruff
 #   make types   mypy                            make docs    docs/cli.md from the commands' own --help
+#   make thorough   hundreds of plans against runs on simulated devices (20 minutes on 2 cores)
 #   make bench   seconds of one tuning step      make peers   comparisons with auto-round, in its own environment (.venv-peers)
 #
 # PYTHON=python3.12 picks the interpreter, VENV=DIR the environment, TORCH='torch==2.13.0+cpu' another build of torch, JOBS=1 the
@@ -18,7 +19,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 PEERS := .venv-peers
 
-.PHONY: environment demo test lint types docs docs-check bench peers peers-goldens clean
+.PHONY: environment demo test thorough lint types docs docs-check bench peers peers-goldens clean
 
 environment: $(VENV)/made
 
@@ -38,6 +39,9 @@ demo: $(VENV)/made
 
 test: $(VENV)/made
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS)
+
+thorough: $(VENV)/made
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) -m thorough
 
 lint: $(VENV)/made
 	$(BIN)/python -m ruff check .

@@ -92,7 +92,7 @@ def test_a_full_disk_is_told_before_anything_is_written_and_leaves_no_file(tmp_p
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError) as caught:
         Chain.empty((4, 8, 16), torch.bfloat16, [Home(HOST, 4, tmp_path)])
-    assert str(tmp_path) in str(caught.value) and "1024" in str(caught.value) and "No space left" in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and "1.0 KiB" in str(caught.value) and "No space left" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 

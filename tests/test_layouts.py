@@ -45,7 +45,8 @@ SINGLE = Wish(strategy="split", micro_batch=1)
 
 def made_up(costs: Sequence[int], chain: int = 0) -> Profile:
     """Modules u0, u1, … that keep so many bytes of one sample, and nothing else."""
-    return Profile({f"u{at}": cost for at, cost in enumerate(costs)}, {}, {}, {}, {}, chain)
+    kept = {f"u{at}": cost for at, cost in enumerate(costs)}
+    return Profile(tuple(kept), kept, {}, {}, {}, {}, chain)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def _group() -> Rehearsed:
 
 
 def test_a_cut_counts_everything_that_a_module_holds(group: Rehearsed) -> None:
-    parts = Profile({"a": 10, "b": 10}, {"a": 100}, {"a": 200}, {"a": 40}, {"b": 300}, 7)
+    parts = Profile(("a", "b"), {"a": 10, "b": 10}, {"a": 100}, {"a": 200}, {"a": 40}, {"b": 300}, 7)
     drafter = Drafter(group, parts, [1000, 1000], Bounds())
     wish = Wish(strategy="split", micro_batch=3)
     assert drafter.costs_of(drafter.layout(wish), wish) == [3 * 10 + 100 + 200 + 40, 3 * 10 + 300]
@@ -110,7 +111,7 @@ def test_everything_is_on_one_device_if_that_is_wished_and_it_is_the_largest(gro
 
 
 def test_weights_of_replicas_are_dealt_out_by_size_for_the_capacity(group: Rehearsed) -> None:
-    parts = Profile({}, {"a": 4, "b": 3, "c": 2, "d": 1}, {"a": 4, "b": 3, "c": 2, "d": 1}, {}, {}, 0)
+    parts = Profile(tuple("abcd"), {}, {"a": 4, "b": 3, "c": 2, "d": 1}, {"a": 4, "b": 3, "c": 2, "d": 1}, {}, {}, 0)
     owners = Drafter(group, parts, [100, 100], Bounds()).layout(Wish(strategy="share", replicas=2, micro_batch=1)).owners
     assert owners == {"a": 0, "b": 1, "c": 1, "d": 0}
     owners = Drafter(group, parts, [100, 300], Bounds()).layout(Wish(strategy="share", replicas=2, micro_batch=1)).owners
@@ -236,7 +237,7 @@ def eight() -> tuple[Rehearsed, Profile]:
 
 def test_what_costs_time_is_known_to(eight: tuple[Rehearsed, Profile]) -> None:
     def seconds(wish: Wish, count: int = 4) -> float:
-        return relative_seconds(wish, *eight, count)
+        return relative_seconds(wish, *eight, count, Bounds())
 
     for wish in (
         Wish(strategy="single", micro_batch=8),
@@ -253,7 +254,7 @@ def test_what_costs_time_is_known_to(eight: tuple[Rehearsed, Profile]) -> None:
     assert seconds(pipeline) < seconds(split)
     assert seconds(replace(share, micro_batch=1)) > seconds(single)  # 8 samples are not worth three more copies of the weights
     many = replace(eight[0], job=replace(eight[0].job, tune=replace(TUNE, batch_size=128)))
-    assert relative_seconds(share, many, eight[1], 4) < relative_seconds(single, many, eight[1], 4)
+    assert relative_seconds(share, many, eight[1], 4, Bounds()) < relative_seconds(single, many, eight[1], 4, Bounds())
     assert seconds(replace(pipeline, micro_batch=1, in_flight=8)) < seconds(replace(pipeline, micro_batch=4, in_flight=2))
     halves = replace(split, replicas=2, micro_batch=4)
     assert seconds(halves) < seconds(split)
@@ -261,7 +262,7 @@ def test_what_costs_time_is_known_to(eight: tuple[Rehearsed, Profile]) -> None:
 
 
 def test_what_cannot_fit_is_seen_without_a_rehearsal(group: Rehearsed) -> None:
-    parts = Profile({"a": 100, "b": 50}, {"a": 1000}, {"a": 2000}, {"a": 400}, {"b": 10}, 8)
+    parts = Profile(("a", "b"), {"a": 100, "b": 50}, {"a": 1000}, {"a": 2000}, {"a": 400}, {"b": 10}, 8)
     drafter = Drafter(group, parts, [10_000, 10_000], Bounds())
     single = Wish(strategy="single", micro_batch=3)
     chains = 3 * group.shape[0] * 8

@@ -257,7 +257,7 @@ def test_a_block_without_parameters_can_be_placed() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # as torch.compile is first used
 @pytest.mark.parametrize("cut", [False, True])
 def test_compiled_blocks_give_what_they_give(cut: bool) -> None:
-    """Two names of the CPU that are not equal are two devices to a placement: hooks are there, and no simulation that would be in the way."""
+    """Two unequal names of the CPU are two devices to a placement: hooks are there, and no simulation, which sees no compiled code."""
     small = Small(samples=2)
     job = small.jobs()[0]
     of = layout({"": 0, **({"model.layers.0.mlp": 1, "model.layers.0.self_attn.q_proj": 1} if cut else {})})

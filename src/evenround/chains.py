@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from evenround.errors import UserError, readable_bytes
+
 HOST = torch.device("cpu")
 
 
@@ -101,10 +103,17 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, home: Home) -> Tensor:
     if home.folder is None:
         return torch.empty(shape, dtype=dtype, device=home.device)
     count = torch.Size(shape).numel()
-    handle, path = tempfile.mkstemp(prefix="chain-", dir=home.folder)
     try:
-        os.posix_fallocate(handle, 0, max(1, count * dtype.itemsize))  # a full disk shows here, not as a bus error in the middle of a block
-        return torch.from_file(path, shared=True, size=count, dtype=dtype).reshape(*shape)
-    finally:
-        os.close(handle)
-        os.unlink(path)
+        handle, path = tempfile.mkstemp(prefix="chain-", dir=home.folder)
+        try:
+            os.posix_fallocate(handle, 0, max(1, count * dtype.itemsize))  # a full disk shows here, not as a bus error within a block
+            return torch.from_file(path, shared=True, size=count, dtype=dtype).reshape(*shape)
+        finally:
+            os.close(handle)
+            os.unlink(path)
+    except OSError as error:
+        needed = readable_bytes(count * dtype.itemsize)
+        raise UserError(
+            f"{home.folder}: the inputs of a block group need {needed} there, which cannot be had ({error.strerror}); free some space, "
+            "choose another --output_dir, or use smaller --nsamples or --seqlen"
+        ) from error

@@ -83,7 +83,7 @@ def wishes(group: Rehearsed, count: int, bounds: Bounds) -> list[Wish]:
     largest = 1 if group.job.is_head else batch  # logits are a vocabulary wide
     blocks = len(group.job.names)
     found = []
-    for strategy, replicas in _strategies(group, count, bounds):
+    for strategy, replicas in list(_strategies(group, count, bounds)) or [("single", 1)]:  # nothing to divide: one sample, one module
         share = min(largest, math.ceil(step / replicas))
         sizes = [1] if group.job.is_head else _halves(share)
         flights = [(size, 1) for size in sizes]
@@ -170,7 +170,7 @@ class Drafter:
 
     def __init__(self, group: Rehearsed, profile: Profile, capacities: Sequence[int], bounds: Bounds) -> None:
         self.group, self.profile, self.bounds = group, profile, bounds
-        self.shares = [capacity / max(capacities) for capacity in capacities]
+        self.shares = [max(1e-6, capacity / max(1, *capacities)) for capacity in capacities]  # a full card has next to nothing, not zero
         self.units = list(profile.units)
         self.sites: dict[str, list[str]] = {}
         """Unit → sites that go where it goes."""

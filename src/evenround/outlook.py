@@ -161,7 +161,7 @@ def bounds_for(
             path for job in jobs for root in job.names for path, _ in job.skeleton.model.get_submodule(root).named_modules(prefix=root)
         ]
         close = difflib.get_close_matches(name, {path.partition(".layers.")[2].partition(".")[2] or path for path in modules}, 1)
-        raise UserError(f"the device map names {name!r}, which is no module of a block{f'; did you mean {close[0]!r}' if close else ''}")
+        raise UserError(f"the device map names {name!r}, which is no module of a block{f'; did you mean {close[0]!r}?' if close else ''}")
     return bounds
 
 

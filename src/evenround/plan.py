@@ -171,12 +171,12 @@ class Resources:
 
 
 def _need(device: Device, peak: int) -> int:
-    return peak + margin(device.kind, peak)
+    return peak + margin(device.kind, peak) if peak else 0  # what is not used needs no context either
 
 
 def _factor(devices: Sequence[Device], peaks: Sequence[int]) -> Fraction:
     """The largest part of a capacity that is needed: exact, as a byte decides."""
-    return max(Fraction(_need(device, peak), device.capacity) for device, peak in zip(devices, peaks, strict=True))
+    return max(Fraction(_need(device, peak), max(1, device.capacity)) for device, peak in zip(devices, peaks, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class _Search:
 
     def even(self, usage: Usage) -> bool:
         """Whether no device is more than 1 % fuller, for its capacity, than the mean: not worth another rehearsal."""
-        parts = [Fraction(peak, device.capacity) for device, peak in zip(self.devices, usage.peaks, strict=True)]
+        parts = [Fraction(peak, max(1, device.capacity)) for device, peak in zip(self.devices, usage.peaks, strict=True)]
         return max(parts) * len(parts) * 100 <= sum(parts) * 101
 
     def best(self, wish: Wish) -> tuple[Layout, Usage]:
@@ -358,6 +358,7 @@ class _Search:
 
 def make_plan(jobs: Sequence[GroupJob], shape: tuple[int, ...], resources: Resources, bounds: Sequence[Bounds], disk_bytes: int) -> Plan:
     """The plan of a run over `jobs`, whose chains have `shape` `[samples, tokens, hidden]` (`()` without text); `bounds`: of each job."""
+    kind = resources.devices[0].kind
     plans: dict[object, GroupPlan] = {}
     kinds: dict[str, int] = {}
     for job, limits in zip(jobs, bounds, strict=True):
@@ -365,7 +366,7 @@ def make_plan(jobs: Sequence[GroupJob], shape: tuple[int, ...], resources: Resou
         if key in plans:
             plans[key] = replace(plans[key], groups=plans[key].groups + 1)
         else:
-            plans[key] = _Search(Rehearsed(job, shape, attention(resources.devices[0].kind)), resources, limits).run()
+            plans[key] = _Search(Rehearsed(job, shape, attention(kind), kind in ("cpu", "sim")), resources, limits).run()
         kinds[job.names[0]] = list(plans).index(key)
     groups = tuple(plans.values())
     factor = max(group.factor for group in groups)
@@ -379,7 +380,7 @@ def make_plan(jobs: Sequence[GroupJob], shape: tuple[int, ...], resources: Resou
                 kind=device.kind,
                 capacity_bytes=device.capacity,
                 peak_bytes=peak,
-                margin_bytes=margin(device.kind, peak),
+                margin_bytes=_need(device, peak) - peak,
                 breakdown=fullest.usage.breakdowns[number],
             )
         )

@@ -43,12 +43,14 @@ class Rehearsed:
     """Of the chains: `[samples, tokens, hidden]`; none without text: `()`."""
     attention: Literal["fused", "math"]
     """How scaled dot product attention keeps what backward needs: q, k, v and the output, or the scores."""
+    like_cpu: bool = True
+    """Kernels are the CPU's (also on simulated devices)."""
 
 
 @contextlib.contextmanager
 def _stage(group: Rehearsed, layout: Layout, count: int) -> Iterator[tuple[SimulatedDevices, Placement]]:
     backend = sdpa_kernel(SDPBackend.MATH) if group.attention == "math" else contextlib.nullcontext()
-    with SimulatedDevices([UNLIMITED] * count, values=False) as devices, backend:
+    with SimulatedDevices([UNLIMITED] * count, values=False, like_cpu=group.like_cpu) as devices, backend:
         yield devices, Placement(layout, [torch.device("cpu", number) for number in range(count)], devices.label)
 
 

@@ -15,24 +15,36 @@ from torch._ops import OpOverload
 HOST, META = torch.device("cpu"), torch.device("meta")
 _CHOICE = torch.ops.aten._fused_sdp_choice.default
 
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+
 _New = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _View = tuple[int, torch.Size, tuple[int, ...], int]
 _remembered: dict[Hashable, list[Any] | None] = {}
 """(operation, layouts of its arguments) → what its results are; None: of a kind that is not remembered. A memo, never wrong when kept."""
 
 
-def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` on tensors without values (real ones count as such): new tensors on the meta device, views of arguments, or arguments."""
+def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], like_cpu: bool) -> Any:
+    """`func` on tensors without values (real ones count as such): new tensors on the meta device, views of arguments, or arguments.
+
+    like_cpu: results that a CPU's kernel has in another dtype than an accelerator's are as the CPU has them.
+    """
     if func is _CHOICE:  # by the CPU's rules: of tensors whose memory nobody touches
         return func(*_like(args, HOST), **_like(kwargs, HOST))
     args, kwargs = _like(args, META), _like(kwargs, META)
     given = tensors_in((args, kwargs))
-    if "device" in kwargs or not given:
+    if "device" in kwargs or (not given and any(argument.name == "device" for argument in func._schema.arguments)):
         kwargs["device"] = META
-    key = (func, _layout(args), _layout(kwargs))
+    if func.namespace != "aten":  # their arguments may be anything
+        return func(*args, **kwargs)
+    layouts = _layout(given)
+    key = (func, _layout(args), _layout(kwargs), like_cpu)
     if key not in _remembered:
         result = func(*args, **kwargs)
-        _remembered[key] = _recipe(result, given)
+        if like_cpu and func is _LAYER_NORM:  # the CPU keeps mean and deviation in the dtype of input and weight, if these are of one
+            same = args[2] is None or args[2].dtype == args[0].dtype
+            result = (result[0], *(value.to(args[0].dtype) if same else value for value in result[1:]))
+        # What changes the layout of an argument itself (`t_`, `resize_`, a growing `out=`) has to happen each time.
+        _remembered[key] = _recipe(result, given) if _layout(given) == layouts else None
         return result
     recipe = _remembered[key]
     if recipe is None:

@@ -142,9 +142,10 @@ class SimulatedDevices(TorchDispatchMode):
     `RuntimeError`, as on CUDA: copies may mix them, and so may host tensors without dimensions and host tensors that are indices.
     """
 
-    def __init__(self, capacities: Sequence[int], values: bool = True) -> None:
+    def __init__(self, capacities: Sequence[int], values: bool = True, like_cpu: bool = True) -> None:
+        """`values` False: nothing is computed, all bytes are the same. `like_cpu` False: as where no CPU computes (see `shapes.run`)."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._values = values
+        self._values, self._like_cpu = values, like_cpu
         self._devices = [_Device(f"cpu:{index}", capacity) for index, capacity in enumerate(capacities)]
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int, str, str | None]] = {}  # device, bytes, category, tag
         self._labels: list[Category] = []
@@ -257,7 +258,7 @@ class SimulatedDevices(TorchDispatchMode):
                 with torch._C._DisableTorchDispatch():  # FakeTensorMode keeps a weak reference, which would forbid to swap a parameter
                     plain_args = (plain_args[0].detach(),)
             return func(*plain_args, **plain_kwargs)
-        return shapes.run(func, plain_args, plain_kwargs)
+        return shapes.run(func, plain_args, plain_kwargs, self._like_cpu)
 
     def _check(self, func: OpOverload, args: Any, tensors: list[Tensor], written: list[Tensor], device: torch.device) -> None:
         """Raise `RuntimeError` where CUDA would: no such device, or tensors of different devices."""
