@@ -25,9 +25,7 @@ from evenround.memory.devices import (
     parse_devices,
     peak_bytes,
     pick_compute_dtype,
-    pick_device,
     release_host_memory,
-    simulated_capacity,
 )
 from evenround.memory.wishes import ACCELERATORS
 
@@ -75,34 +73,18 @@ def summary(made: Machine) -> list[tuple[str, float, str | None]]:
 )
 def test_what_computes_on_one_device_takes_the_first(machine: MachineOf, text: str, device: str) -> None:
     machine("xpu", 2)
-    assert pick_device(text) == torch.device(device)
-
-
-def test_choosing_one_device_asks_no_driver_for_memory(machine: MachineOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine("cuda", 2)
-    monkeypatch.setattr(devices, "free_bytes", lambda device: pytest.fail("made a context"))
-    assert pick_device("auto") == CUDA
+    assert parse_devices(text).devices[0].where == torch.device(device)
 
 
 def test_auto_without_an_accelerator_is_the_cpu(machine: MachineOf) -> None:
     machine(None, 0)
-    assert pick_device("auto") == pick_device("cpu") == CPU
+    assert parse_devices("auto").devices[0].where == parse_devices("cpu").devices[0].where == CPU
     assert parse_devices("auto") == Machine((Device("cpu", "cpu", HOST, CPU),))
 
 
 def test_a_driver_without_accelerators_is_no_accelerator(machine: MachineOf) -> None:
     machine("cuda", 0)
-    assert pick_device("auto") == CPU
-
-
-@pytest.mark.parametrize("text", ["", "xpu:", "-1", "0,7", "cuda:0"])
-def test_what_is_refused_for_many_devices_is_refused_for_one(machine: MachineOf, text: str) -> None:
-    machine("xpu", 2)
-    with pytest.raises(UserError) as one:
-        pick_device(text)
-    with pytest.raises(UserError) as many:
-        parse_devices(text)
-    assert str(one.value) == str(many.value)
+    assert parse_devices("auto").devices[0].where == CPU
 
 
 HERE = [
@@ -650,23 +632,6 @@ def test_memory_is_released_where_the_c_library_can(monkeypatch: pytest.MonkeyPa
 def test_peak_memory_of_an_accelerator_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 77)
     assert peak_bytes(CUDA) == 77
-
-
-def test_a_simulated_device_is_given_by_its_size() -> None:
-    assert simulated_capacity("sim:256MiB") == simulated_capacity(" SIM:1x256MiB ") == 2**28
-    assert simulated_capacity("cuda:0") is simulated_capacity("cpu") is None
-
-
-@pytest.mark.parametrize("text", ["sim:2x1GiB", "sim:0=1GiB,1=2GiB", "sim:1GiB,1GiB"])
-def test_several_simulated_devices_are_refused(text: str) -> None:
-    with pytest.raises(UserError) as caught:
-        simulated_capacity(text)
-    assert str(caught.value) == f"--device {text!r}: several simulated devices are not implemented yet; give one, such as sim:256MiB"
-
-
-def test_a_simulated_device_of_no_size() -> None:
-    with pytest.raises(UserError, match=r"size 'big' \(--device\) cannot be read"):
-        simulated_capacity("sim:big")
 
 
 def test_only_quantize_runs_on_simulated_devices() -> None:

@@ -15,7 +15,7 @@ from evenround.chains import HOST, Chain, Chains, Home
 from evenround.config import OutputConfig
 from evenround.errors import UserError
 from evenround.manifest import FOLDER, Manifest, refuse_other_settings, require_space
-from evenround.output import prepare
+from evenround.output import clear, prepare
 from evenround.record import RECORD, BlockRecord, read_record, total_seconds, write_record
 
 GROUPS = 3
@@ -250,7 +250,7 @@ def test_a_broken_manifest_is_refused(tmp_path: Path, text: str, reason: str) ->
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     started(tmp_path)
     path = tmp_path / FOLDER / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
     refused(lambda: Manifest.open(tmp_path, SETTINGS), f"{path} was written by another version of evenround; start anew with --overwrite")
 
 
@@ -317,7 +317,10 @@ def test_killed_while_it_clears_a_directory_no_half_of_a_checkpoint_counts_as_wh
         with pytest.MonkeyPatch.context() as patch:
             killer = Killer(patch, at, after=True)
             try:
-                assert prepare(OutputConfig(output_dir=folder, overwrite=True), folder / "source", SETTINGS) is None
+                output = OutputConfig(output_dir=folder, overwrite=True)
+                assert prepare(output, folder / "source", SETTINGS) is None
+                assert (folder / "config.json").exists()  # nothing is removed before the job is known to be possible
+                clear(output)
             except Killed:
                 pass
         left = {path.name for path in folder.iterdir()}

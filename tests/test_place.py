@@ -172,7 +172,7 @@ def test_a_replica_runs_on_its_own_devices(glue: Glue) -> None:
                 assert seen["first"][0] == first and seen["third"][0] == third and seen[""] == (own, own)
         with pytest.raises(ZeroDivisionError), place.running(1):
             raise ZeroDivisionError
-        assert place._running == 0
+        assert place._replica == 0
 
 
 def test_moved_keeps_what_is_no_tensor_and_what_is_there() -> None:

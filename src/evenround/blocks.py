@@ -152,7 +152,9 @@ def _function(block: Block, place: Placement, compiled: Compiled | None) -> Func
     # All tensors are passed, so one block's code serves every block of its structure; transfers are its own where it is cut.
     key = block.name if place.cuts(block.name, block.module) else structure(block.module)
     if key not in compiled:
-        compiled[key] = torch.compile(call)
+        # dynamo counts what it compiles by code object, and gives up after 8: each structure gets one of its own.
+        call.__code__ = call.__code__.replace(co_name=f"block_structure_{len(compiled)}")
+        compiled[key] = torch.compile(call, dynamic=False)
     return compiled[key]
 
 

@@ -140,11 +140,13 @@ def _gives_tuple(block: nn.Module, forward: Callable[..., object], args: tuple, 
     """Run the block's own forward on meta tensors, to see whether it returns a tensor or a tuple."""
 
     def to_meta(leaf: object) -> object:
-        return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("meta", torch.float32 if leaf.is_floating_point() else leaf.dtype)  # as the parameters of a block without weights
 
     with _buffers_on_meta(block), torch.no_grad():
         meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, kwargs))
-        return isinstance(_call_block(forward, hidden.to("meta"), key, meta_args, meta_kwargs), tuple | list)
+        return isinstance(_call_block(forward, hidden.to("meta", torch.float32), key, meta_args, meta_kwargs), tuple | list)
 
 
 def _handed_on(arguments: object) -> list[MutableMapping]:

@@ -383,7 +383,7 @@ def _how_to_go_on(options: argparse.Namespace | None) -> str:
     if options is None or options.command != "quantize":
         return ""
     without = " without --overwrite" if options.overwrite else ""
-    return f"; run the same command{without} again to go on where it stopped"
+    return f"; run the same command{without} again to go on where it stopped, also on other devices"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -408,7 +408,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         err.print(f"evenround: interrupted{_how_to_go_on(options)}", style="bold", highlight=False)
         return 130
     except torch.OutOfMemoryError as error:
+        advice = _how_to_go_on(options) or "; use a smaller --batch_size or --seqlen"
         err.print(
-            f"evenround: out of memory: {error}; use a smaller --batch_size or --seqlen", style="bold red", markup=False, highlight=False
+            f"evenround: out of memory: {error}{advice}",
+            style="bold red",
+            markup=False,
+            highlight=False,
         )
         return 2

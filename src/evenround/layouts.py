@@ -64,6 +64,18 @@ class Bounds:
     """False: chained inputs stay off the devices."""
     host_device: bool = False
     """The device is the host itself: nothing can be moved from one to the other."""
+
+    def relative_to(self, names: Sequence[str]) -> object:
+        """Equal for groups whose bounds are the same but for the names of their blocks."""
+        numbers = {name: number for number, name in enumerate(names)}
+
+        def relative(path: str) -> tuple[int, str]:
+            root = next((name for name in names if path == name or path.startswith(name + ".")), None)
+            return (-1, path) if root is None else (numbers[root], path.removeprefix(root))
+
+        placed = tuple(sorted((relative(path), device) for path, device in self.placed.items()))
+        return self.strategy, placed, self.chains_on_device, self.host_device, self.order
+
     order: Order | None = None
     """Only this one, if there is such a wish: a run that was begun with it goes on with it, and its bytes stay what they would be."""
 
@@ -114,10 +126,8 @@ def _strategies(group: Rehearsed, count: int, bounds: Bounds) -> Iterator[tuple[
         yield bounds.strategy, 1
         return
     wanted = (bounds.strategy,) if bounds.strategy != "auto" else ("single", "share", "split", "pipeline")
-    if "single" in wanted:
+    if "single" in wanted or count == 1:
         yield "single", 1
-    if count == 1 and "single" not in wanted:
-        yield wanted[0], 1
     if count > 1 and "share" in wanted and step > 1:
         yield "share", min(count, step)
     if count > 1 and "split" in wanted and not group.job.is_head:
@@ -182,6 +192,13 @@ class Drafter:
         return len(self.shares)
 
     @property
+    def chain_bytes(self) -> int:
+        """Of one sample in all chains that live at once: inputs, targets, and outputs where these are the next inputs."""
+        job = self.group.job
+        count = (2 if job.tune.quantized_inputs else 1) if job.is_head else (3 if job.tune.quantized_inputs else 2)
+        return count * self.profile.chain
+
+    @property
     def largest(self) -> int:
         """The device with most memory, the first of these."""
         return self.shares.index(max(self.shares))
@@ -193,7 +210,7 @@ class Drafter:
         kept = len(self.group.job.names) * profile.chain if wish.recompute else sum(profile.kept.values())
         replica = at_once * kept + sum(profile.replica.values()) / 2 + sum(profile.others.values())
         state = 0 if wish.state_on_host else sum(profile.state.values()) + sum(profile.weights.values())
-        chains = 3 * self.group.shape[0] * profile.chain if wish.chains_on_device and self.group.shape else 0
+        chains = self.group.shape[0] * self.chain_bytes if wish.chains_on_device and self.group.shape else 0
         return (wish.replicas * replica + state + chains) / (1 if wish.strategy == "single" else sum(self.shares))
 
     def layout(self, wish: Wish, extra: Sequence[float] | None = None) -> Layout:
@@ -277,7 +294,7 @@ class Drafter:
 
     def with_chains(self, layout: Layout, needed: Sequence[int]) -> Layout:
         """The chains' samples on the devices, where `needed` bytes are taken already: the fullest is then as empty as can be."""
-        samples, size = self.group.shape[0], 3 * self.profile.chain
+        samples, size = self.group.shape[0], self.chain_bytes
         used = [number for number in range(self.count) if layout.strategy != "single" or number == self.largest]
         rows = [0] * self.count
         low, high = 0.0, (max(needed) + samples * size) / min(self.shares[number] for number in used) + 1

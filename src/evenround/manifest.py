@@ -45,6 +45,11 @@ class Manifest:
         return (output_dir / FOLDER / _MANIFEST).is_file()
 
     @staticmethod
+    def new(output_dir: Path, settings: Mapping[str, object]) -> "Manifest":
+        """Of a run that begins, whatever is there."""
+        return Manifest(output_dir / FOLDER, settings)
+
+    @staticmethod
     def open(output_dir: Path, settings: Mapping[str, object]) -> "Manifest":
         """The manifest under `output_dir`, or a new one. Raises `UserError` naming each setting that differs."""
         folder = output_dir / FOLDER

@@ -51,6 +51,7 @@ def outlook(
     disk = disk_bytes + (4 * shape[0] * shape[1] * width * dtype.itemsize if shape else 0)
     host = available_host_bytes() if machine.here else UNLIMITED  # of the machine that is planned for, only the devices are known
     resources = Resources(devices=accelerators(machine), host_bytes=host)
+    _check_names(jobs, machine, config)
     return _keeping(orders, jobs, shape, resources, machine, config, disk)
 
 
@@ -131,18 +132,17 @@ def _calls(skeleton: Skeleton, tokens: Tensor | None, mask: Tensor | None, dtype
 def bounds_for(
     jobs: Sequence[GroupJob], machine: Machine, config: DeviceConfig, orders: Mapping[str, Order] = MappingProxyType({})
 ) -> list[Bounds]:
-    """What `config` leaves open for each group. Raises `UserError` for a map or placement that makes no sense."""
+    """What `config` leaves open for each group. Raises `UserError` for a placement that makes no sense."""
     devices = accelerators(machine)
     host_device = devices[0].kind == "cpu"
     strategy, layers = _placement(config.placement, machine, len(devices))
     if config.output_device is not None and (layers or strategy != "auto"):
         raise UserError(f"--output_device {config.output_device} places modules, and so does a map or --placement; give one")
-    unused = set(layers)
     bounds = []
     for job in jobs:
         placed: dict[str, int] = {}
         if layers:
-            placed = _resolved(job, layers, unused)
+            placed = _resolved(job, layers)
         elif config.output_device == "cpu" and not host_device:
             sites = [site.name for block in job.blocks() for site, _ in block.sites]
             placed = {"": ON_HOST, **{name: number % len(devices) for number, name in enumerate(sites)}}
@@ -155,14 +155,22 @@ def bounds_for(
                 order=orders.get(job.names[0]),
             )
         )
-    if unused:
-        name = sorted(unused)[0]
-        modules = [
-            path for job in jobs for root in job.names for path, _ in job.skeleton.model.get_submodule(root).named_modules(prefix=root)
-        ]
-        close = difflib.get_close_matches(name, {path.partition(".layers.")[2].partition(".")[2] or path for path in modules}, 1)
-        raise UserError(f"the device map names {name!r}, which is no module of a block{f'; did you mean {close[0]!r}?' if close else ''}")
     return bounds
+
+
+def _check_names(jobs: Sequence[GroupJob], machine: Machine, config: DeviceConfig) -> None:
+    """Raise `UserError` for a map that names what is in no block."""
+    _, layers = _placement(config.placement, machine, len(accelerators(machine)))
+    modules = [path for job in jobs for path in _modules(job)] if layers else []
+    for name in layers:
+        if not any(_matches(name, path) for path in modules):
+            close = difflib.get_close_matches(name, {path.partition(".layers.")[2].partition(".")[2] or path for path in modules}, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"the device map names {name!r}, which is no module of a block{hint}")
+
+
+def _modules(job: GroupJob) -> list[str]:
+    return [path for root in job.names for path, _ in job.skeleton.model.get_submodule(root).named_modules(prefix=root)]
 
 
 def _placement(wish: str, machine: Machine, count: int) -> tuple[str, Mapping[str, int]]:
@@ -179,7 +187,7 @@ def _placement(wish: str, machine: Machine, count: int) -> tuple[str, Mapping[st
     if machine.layers:
         raise UserError("--placement and --device both hold a map; give one")
     try:
-        table = json.loads(wish)
+        table = json.loads(wish, object_pairs_hook=_unique)
     except ValueError as error:
         raise UserError(f"--placement {wish!r} is no JSON object: {error}") from None
     for name, number in table.items():
@@ -190,15 +198,18 @@ def _placement(wish: str, machine: Machine, count: int) -> tuple[str, Mapping[st
     return "map", {name: ON_HOST if number == "cpu" else number for name, number in table.items()}
 
 
-def _resolved(job: GroupJob, layers: Mapping[str, int], unused: set[str]) -> dict[str, int]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError(f"a name occurs twice among {', '.join(name for name, _ in pairs)}")
+    return dict(pairs)
+
+
+def _resolved(job: GroupJob, layers: Mapping[str, int]) -> dict[str, int]:
     placed = {}
-    for root in job.names:
-        for path, _ in job.skeleton.model.get_submodule(root).named_modules(prefix=root):
-            for name, device in layers.items():
-                if _matches(name, path):
-                    placed[path] = device
-                    unused.discard(name)
-                    break
+    for path in _modules(job):
+        device = next((device for name, device in layers.items() if _matches(name, path)), None)
+        if device is not None:
+            placed[path] = device
     return placed or {"": 0}
 
 

@@ -61,7 +61,7 @@ def exclusive(root: Path) -> Iterator[None]:
 
 
 def prepare(output: OutputConfig, source: Path, settings: Mapping[str, object]) -> dict[str, object] | None:
-    """Make the output directory ready for this run, or return the record when it holds this very run's finished result.
+    """Check that the output directory is fit for this run, or return the record when it holds this very run's finished result.
 
     Raises `UserError` when it cannot be written, is the source itself, or holds something else and `overwrite` is not set.
     """
@@ -75,10 +75,7 @@ def prepare(output: OutputConfig, source: Path, settings: Mapping[str, object]) 
         probe.unlink()
     except OSError as error:
         raise UserError(f"--output_dir {root} cannot be written: {error.strerror or error}") from error
-    if output.overwrite:
-        _clear(output)
-        return None
-    if Manifest.exists(root):
+    if output.overwrite or Manifest.exists(root):
         return None
     for folder in folders(output):
         record = read_record(folder)
@@ -117,7 +114,7 @@ def _settings_of(record: Mapping[str, object]) -> dict[str, object]:
     return {**(settings if isinstance(settings, dict) else {}), "schemes": schemes, "versions": record.get("versions")}
 
 
-def _clear(output: OutputConfig) -> None:
+def clear(output: OutputConfig) -> None:
     """Remove what a run writes, and nothing else; first what says that a checkpoint is whole.
 
     Tokenizer and generation files of the earlier model go, too: one that the new source lacks would be taken for its own.

@@ -31,7 +31,7 @@ from evenround.memory.stage import Stage, stage
 from evenround.model import Site, Skeleton, max_length, skeleton_from
 from evenround.numerics.integer import QuantizedWeight
 from evenround.outlook import group_jobs, outlook, replan
-from evenround.output import exclusive, finish_checkpoint, output_specs, packed_specs, prepare
+from evenround.output import clear, exclusive, finish_checkpoint, output_specs, packed_specs, prepare
 from evenround.plan import Plan, describe, refusal
 from evenround.record import BlockRecord, total_seconds, versions
 from evenround.scheme import Scheme
@@ -101,8 +101,11 @@ def _quantize(job: Job, tell: Progress, machine: Machine, devices: Stage) -> dic
         if finished is not None:
             tell.note(f"{job.output.output_dir} holds the finished result of this very command already (--overwrite starts anew)")
             return finished
-        manifest = Manifest.open(job.output.output_dir, settings)
+        fresh = job.output.overwrite
+        manifest = Manifest.new(job.output.output_dir, settings) if fresh else Manifest.open(job.output.output_dir, settings)
         plan = _plan(job, exporters, skeleton, schemes, rows, dtype, machine, manifest, tell)
+        if fresh:
+            clear(job.output)  # now that nothing is left that could refuse the job
         formats = _open_formats(job.output, exporters, skeleton, schemes)
         return _work(_Run(job, source, skeleton, schemes, rows, formats, machine, devices, dtype, plan, tell), settings, manifest)
 
@@ -122,10 +125,7 @@ def _plan(
     disk = sum(spec.nbytes for exporter in exporters for spec in output_specs(exporter, skeleton, schemes).values())
     tokens, mask = (rows.tokens, rows.mask) if rows else (None, None)
     plan = outlook(skeleton, schemes, job.tune, tokens, mask, dtype, machine, job.device, disk, manifest.orders)
-    orders = plan.orders
-    if manifest.orders and orders != manifest.orders:
-        tell.note(f"the run was begun with other micro-batches, which do not fit now; {OTHER_ORDER}")
-    manifest.orders = orders
+    manifest.orders = manifest.orders or plan.orders
     tell.plan(plan)
     if not plan.fits:
         error = refusal(plan)
@@ -273,10 +273,10 @@ class _State:
     def at(self, run: _Run, layout: Layout, manifest: Manifest) -> Chains | None:
         """The chains where `layout` wants them: read back from the disk if they are elsewhere, so that they are never there twice."""
         before, self.layout = self.layout, layout
-        if before is not None and self.chains is not None:
-            if (before.chains, before.chain_rows) != (layout.chains, layout.chain_rows):
-                self.chains = None
-                self.load(run, layout, manifest)
+        if before is not None and (before.chains, before.chain_rows) != (layout.chains, layout.chain_rows):
+            self.chains = None
+        if self.chains is None:
+            self.load(run, layout, manifest)
         return self.chains
 
     def load(self, run: _Run, layout: Layout, manifest: Manifest) -> None:
@@ -319,18 +319,20 @@ def _do_group(
     clock, notes = _Clock(), list[str]()
     while True:
         layout, planned = state.plan.layout(group.names), state.plan.usage(group.names).peaks
-        state.at(run, layout, manifest)
-        run.stage.reset_peaks()
         try:
+            state.at(run, layout, manifest)
+            run.stage.reset_peaks()
             result, quantized = _tune(run, jobs[0], layout, manifest, state, clock)
             break
         except torch.OutOfMemoryError as error:
             reason = str(error)
         state.chains = None  # frees what is on the devices; it is read back from the disk
-        state.plan, note = _smaller(run, jobs, state, reason)
-        state.load(run, state.plan.layout(group.names), manifest)
+        note = _smaller(run, jobs, state, reason)
         notes.append(note)
         run.tell.note(note)
+    if manifest.orders.get(group.names[0], layout.order) != layout.order:
+        notes.append(f"{group.names[0]}: {OTHER_ORDER}")
+        run.tell.note(notes[-1])
     peaks = run.stage.peaks()
     written = _write_group(group.tensors, run, quantized, clock)
     release_host_memory()
@@ -360,16 +362,15 @@ def _tune(
     return result, result.quantized
 
 
-def _smaller(run: _Run, jobs: Sequence[GroupJob], state: _State, reason: str) -> tuple[Plan, str]:
-    """A plan of the rest for what the devices hold now, and a note. Raises `OutOfMemoryError` when nothing fits any more."""
+def _smaller(run: _Run, jobs: Sequence[GroupJob], state: _State, reason: str) -> str:
+    """Makes a plan of the rest for what the devices hold now; a note. Raises `OutOfMemoryError` when nothing fits any more."""
     release_host_memory()
     found = replan(jobs, run.plan.shape, run.stage.measured(), run.machine, run.job.device, state.plan.orders)
     if not found.fits:
         raise torch.OutOfMemoryError(f"{reason}; and nothing else fits: {refusal(found)}")
+    state.plan = found
     first = jobs[0].names
-    again = found.layout(first)
-    changed = "" if found.orders[first[0]] == state.plan.orders[first[0]] else f"; {OTHER_ORDER}"
-    return found, f"{first[0]} ran out of memory ({reason}); it went on as {describe(again)}{changed}"
+    return f"{first[0]} ran out of memory ({reason}); it went on as {describe(found.layout(first))}"
 
 
 def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, QuantizedWeight], clock: "_Clock") -> dict[str, list[str]]:

@@ -14,14 +14,17 @@ import torch
 
 from evenround.errors import UserError, readable_bytes
 from evenround.group import GroupJob
-from evenround.layouts import WORTH, Bounds, Drafter, Wish, greedy, relative_seconds, wishes
+from evenround.layouts import WORTH, Bounds, Drafter, Wish, device_of, greedy, relative_seconds, wishes
 from evenround.memory.devices import Device, attention, margin
 from evenround.memory.place import ON_HOST, Layout, Order
 from evenround.model import structure
-from evenround.rehearsal import NO_PROFILE, Rehearsed, Usage, profile, rehearse
+from evenround.rehearsal import NO_PROFILE, Rehearsed, Usage, profile, rehearse, samples_of_step
 
 SMALLEST = 32
 """Wishes that are rehearsed to find the least that would fit, for a group of one block; fewer for longer groups."""
+
+AFFORD = 3000
+"""Passes of a micro-batch through a block, some 15 ms each, after which only the smallest wishes are rehearsed."""
 
 REFINEMENTS = 4
 """Cuts that are drawn anew from what a rehearsal found, for a group of one block; fewer for longer groups, whose rehearsals take longer."""
@@ -67,6 +70,8 @@ class GroupPlan:
     relative_time: float
     """Against one device with the whole batch at once, had it the memory; rough."""
     host_bytes: int
+    disk_bytes: int
+    """For chains that are on disk."""
     factor: Fraction
     """Largest part of a capacity that is needed; above 1 it does not fit."""
     tried: tuple[Attempt, ...]
@@ -89,7 +94,8 @@ class Plan:
     """Host memory for chained inputs, state and results; without the interpreter and its libraries."""
     disk_bytes: int
     least: tuple[int, ...]
-    """Capacities that would do, in the proportions of those given; none if the devices are large enough."""
+    """Capacities that would do, in the proportions of those given. None if the devices are large enough, and where the greedy allocator
+    does not fit: it would cut otherwise for other capacities."""
 
     @property
     def main(self) -> GroupPlan:
@@ -191,6 +197,11 @@ class _Candidate:
     """The host included."""
 
 
+def _kind(wish: Wish) -> object:
+    """Wishes of a kind take about as many times more than they hold at least."""
+    return wish.strategy, wish.replicas, wish.recompute, wish.state_on_host
+
+
 class _Search:
     """Rehearsals for one kind of group."""
 
@@ -198,10 +209,14 @@ class _Search:
         self.group, self.resources, self.bounds = group, resources, bounds
         self.devices = resources.devices
         self.profile = profile(group) if group.shape else NO_PROFILE
-        if bounds.strategy == "greedy":
+        if bounds.strategy == "greedy" and group.shape:
             bounds = self.bounds = replace(bounds, placed=self._greedy())
         self.drafter = Drafter(group, self.profile, [device.capacity for device in self.devices], bounds)
         self.rehearsed: dict[str, Usage] = {}
+        self.spent = 0
+        """Passes through blocks that were rehearsed."""
+        self.excess: dict[object, Fraction] = {}
+        """Kind of wish → what the least takes of its kind took, as a multiple of what it holds at least."""
 
     def _greedy(self) -> dict[str, int]:
         """auto-round's way: quantized layers by its allocator, everything else on the first device."""
@@ -218,6 +233,8 @@ class _Search:
         key = repr(replace(layout, strategy=""))
         if key not in self.rehearsed:
             self.rehearsed[key] = rehearse(self.group, layout, len(self.devices))
+            micro_batches = min(samples_of_step(self.group) // layout.micro_batch, 2 * layout.in_flight * len(layout.replicas))
+            self.spent += len(self.group.job.names) * (micro_batches + 6 * len(layout.replicas))
         return self.rehearsed[key]
 
     def worst(self, usage: Usage) -> Fraction:
@@ -238,7 +255,7 @@ class _Search:
         layout = replace(layout, micro_batch=wish.micro_batch, in_flight=wish.in_flight)
         usage = self.usage(layout)
         if with_chains and draft != wish and not self.even(usage):  # now that it is known what the micro-batches take when they are not one
-            size = 3 * self.profile.chain
+            size = self.drafter.chain_bytes
             without = [peak - rows * size for peak, rows in zip(usage.peaks, layout.chain_rows, strict=True)]
             again = self.drafter.with_chains(layout, without)
             if self.worst(self.usage(again)) < self.worst(usage):
@@ -273,7 +290,11 @@ class _Search:
         largest = max(device.capacity for device in self.devices)
         for wish in ordered:
             least = self.drafter.least_bytes(wish)
-            if least > largest:
+            if least <= largest < least * self.excess.get(_kind(wish), Fraction(0)):
+                attempts.append(self._attempt(wish, (), "takes more, by what others like it took"))
+            elif least <= largest and self.spent > AFFORD:
+                attempts.append(self._attempt(wish, (), "not rehearsed: enough has been"))
+            elif least > largest:
                 attempts.append(self._attempt(wish, (), f"needs at least {readable_bytes(int(least))} on a device"))
             elif self._try(wish, attempts, plans):
                 break
@@ -291,6 +312,7 @@ class _Search:
             fits=chosen.fits,
             relative_time=self._seconds(chosen.wish) / max(1e-12, self._seconds(first)),
             host_bytes=self.host_bytes(chosen.layout),
+            disk_bytes=self.group.shape[0] * self.drafter.chain_bytes if chosen.layout.chains == "disk" else 0,
             factor=chosen.factor,
             tried=tuple(attempts),
         )
@@ -330,6 +352,10 @@ class _Search:
             for device, peak in zip(self.devices, usage.peaks, strict=True)
             if _need(device, peak) > device.capacity
         ]
+        least = int(self.drafter.least_bytes(wish))
+        if least:
+            took = Fraction(max(usage.peaks), least)
+            self.excess[_kind(wish)] = min(took, self.excess.get(_kind(wish), took))
         host = self.host_bytes(layout)
         if host > self.resources.host_bytes:
             over.append(f"the host needs {readable_bytes(host)} of {readable_bytes(self.resources.host_bytes)}")
@@ -342,9 +368,13 @@ class _Search:
         sites, total = self.profile.weights, 0
         width = self.group.job.dtype.itemsize
         if layout.chains == "host" and self.group.shape:
-            total += 3 * self.group.shape[0] * self.profile.chain
+            total += self.group.shape[0] * self.drafter.chain_bytes
         if ON_HOST in layout.owners.values():
             total += sum(sites.values()) + sum(self.profile.state.values())
+        places = layout.replicas[0]
+        if ON_HOST in places.values():  # modules that run there
+            on_host = [unit for unit in self.profile.units if device_of(places, unit) == ON_HOST]
+            total += sum(self.profile.others.get(unit, 0) + layout.at_once * self.profile.kept.get(unit, 0) for unit in on_host)
         specs = self.group.job.skeleton.checkpoint.specs.values()
         return total + sum(sites.values()) // width + max((spec.nbytes for spec in specs), default=0)
 
@@ -362,7 +392,7 @@ def make_plan(jobs: Sequence[GroupJob], shape: tuple[int, ...], resources: Resou
     plans: dict[object, GroupPlan] = {}
     kinds: dict[str, int] = {}
     for job, limits in zip(jobs, bounds, strict=True):
-        key = signature(job)
+        key = (signature(job), limits.relative_to(job.names))
         if key in plans:
             plans[key] = replace(plans[key], groups=plans[key].groups + 1)
         else:
@@ -370,6 +400,7 @@ def make_plan(jobs: Sequence[GroupJob], shape: tuple[int, ...], resources: Resou
         kinds[job.names[0]] = list(plans).index(key)
     groups = tuple(plans.values())
     factor = max(group.factor for group in groups)
+    greedy_fails = any(not group.fits and group.layout.strategy == "greedy" for group in groups)
     devices = []
     for number, device in enumerate(resources.devices):
         fullest = max(groups, key=lambda group: group.usage.peaks[number])
@@ -391,8 +422,8 @@ def make_plan(jobs: Sequence[GroupJob], shape: tuple[int, ...], resources: Resou
         groups=groups,
         kinds=kinds,
         host_bytes=max(group.host_bytes for group in groups),
-        disk_bytes=disk_bytes,
-        least=() if factor <= 1 else tuple(math.ceil(factor * device.capacity) for device in resources.devices),
+        disk_bytes=disk_bytes + max(group.disk_bytes for group in groups),
+        least=() if factor <= 1 or greedy_fails else tuple(math.ceil(factor * device.capacity) for device in resources.devices),
     )
 
 
@@ -402,6 +433,9 @@ class NothingFits(UserError):
 
 def refusal(plan: Plan) -> NothingFits:
     """Why a plan cannot be run, and what would do."""
+    main = plan.main
+    if main.factor > 1 and main.layout.strategy == "greedy":
+        return NothingFits(f"--placement greedy: {main.tried[-1].reason}; leave it out, or use --placement split")
     if not plan.least:
         needed = readable_bytes(max(group.host_bytes for group in plan.groups if not group.fits))
         return NothingFits(f"the devices are large enough, but {needed} of host memory are needed; free some, or use fewer --nsamples")

@@ -107,11 +107,11 @@ def _windows(group: Group, parts_of: Sequence[Sequence[Sequence[int]]]) -> Itera
         yield [(replica, part) for row in rows for replica, part in enumerate(row) if part is not None]
 
 
-def all_samples(group: Group, count: int, rehearse: bool) -> Iterator[tuple[int, Sequence[int]]]:
-    """(replica, micro-batch) for all samples 0 … count - 1, dealt out in turn."""
-    parts = _split(range(count), group.place.layout.micro_batch)
-    dealt = zip(itertools.cycle(range(len(group.replicas))), parts, strict=False)
-    return itertools.islice(dealt, REHEARSED * len(group.replicas)) if rehearse else dealt
+def all_samples(group: Group, count: int, rehearse: bool) -> Iterator[Window]:
+    """All samples 0 … count - 1, a micro-batch for each replica at a time."""
+    parts, replicas = _split(range(count), group.place.layout.micro_batch), len(group.replicas)
+    windows = (list(enumerate(parts[start : start + replicas])) for start in range(0, len(parts), replicas))
+    return itertools.islice(windows, REHEARSED) if rehearse else windows
 
 
 def _split(samples: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -130,12 +130,14 @@ def float_outputs(group: Group, inputs: Chain, out: Chain, rehearse: bool = Fals
     """`out`, which may be `inputs` itself, becomes what the float group gives. Raises `UserError` naming a sample that is not finite."""
     weights = group.float_weights()
     with torch.no_grad():
-        for replica, part in all_samples(group, len(inputs), rehearse):
-            hidden = _read(group, inputs, part, replica)
-            _check_finite("input", group, hidden, part)
-            output = group.forward(hidden, part, replica, weights[replica])
-            _check_finite("float output", group, output, part)
-            out.write(part, output)
+        for window in all_samples(group, len(inputs), rehearse):
+            finite = []
+            for replica, part in window:
+                hidden = _read(group, inputs, part, replica)
+                output = group.forward(hidden, part, replica, weights[replica])
+                finite += [_finite(hidden), _finite(output)]
+                out.write(part, output)
+            _check_finite(("input", "float output"), group, finite, window, inputs.dtype)
 
 
 def _read(group: Group, chain: Chain, part: Sequence[int], replica: int) -> Tensor:
@@ -143,13 +145,21 @@ def _read(group: Group, chain: Chain, part: Sequence[int], replica: int) -> Tens
         return chain.read(part, group.first_device(replica))
 
 
-def _check_finite(what: str, group: Group, values: Tensor, part: Sequence[int]) -> None:
-    if not torch.isfinite(values).all():
-        bad = next(number for number, sample in zip(part, values, strict=True) if not torch.isfinite(sample).all())
-        raise UserError(
-            f"the {what} of {group.name} for calibration sample {bad} is NaN or infinite in {values.dtype}: "
-            "try --compute_dtype float32, or look at the weights of the block before it"
-        )
+def _finite(values: Tensor) -> Tensor:
+    """bool `[batch]`: whether all values of a sample are finite."""
+    return torch.isfinite(values).flatten(1).all(1)
+
+
+def _check_finite(kinds: Sequence[str], group: Group, finite: Sequence[Tensor], window: Window, dtype: torch.dtype) -> None:
+    """`finite`: for each micro-batch of the window, for each of `kinds`, `[batch]`. Asked when all replicas have been given work."""
+    for number, good in enumerate(finite):
+        if not good.all():
+            samples = window[number // len(kinds)][1]
+            bad = next(sample for sample, fine in zip(samples, good.tolist(), strict=True) if not fine)
+            raise UserError(
+                f"the {kinds[number % len(kinds)]} of {group.name} for calibration sample {bad} is NaN or infinite in {dtype}: "
+                "try --compute_dtype float32, or look at the weights of the block before it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +305,11 @@ def tuned_weights(group: Group, states: Sequence[SiteState], dtype: torch.dtype)
 
 def _shares(chosen: Sequence[int], micro_batch: int, replicas: int) -> list[list[Sequence[int]]]:
     """For each replica its micro-batches: consecutive ones, as even as can be."""
-    parts = _split(chosen, micro_batch)
-    each = math.ceil(len(parts) / replicas)
-    return [parts[replica * each : (replica + 1) * each] for replica in range(replicas)]
+    parts, shares = iter(_split(chosen, micro_batch)), []
+    each, extra = divmod(math.ceil(len(chosen) / micro_batch), replicas)
+    for replica in range(replicas):
+        shares.append(list(itertools.islice(parts, each + (replica < extra))))
+    return shares
 
 
 def micro_batch_error(group: Group, samples: Samples, part: Sequence[int], replica: int, leaves: Weights, tokens: int) -> Tensor:
@@ -415,18 +427,19 @@ def _judge(
 
     with place.label("weights"):
         weights = group.spread(weight_of)
-    replicas = range(len(group.replicas))
-    totals = [torch.zeros((), dtype=torch.float64, device=group.last_device(replica)) for replica in replicas]
-    width = 1
+    total, width = 0.0, 1
     with torch.no_grad():
-        for replica, part in all_samples(group, len(samples.inputs), rehearse):
-            hidden = _read(group, samples.inputs, part, replica)
-            if check:
-                _check_finite("input", group, hidden, part)
-            output = group.forward(hidden, part, replica, weights[replica])
-            target = samples.target(group, part, replica)
-            totals[replica].add_(squared_error(output, target, samples.mask_of(part, output.device)))
-            if outputs is not None:
-                outputs.write(part, output)
-            width = output.shape[-1]
-    return sum(float(total) for total in totals) / max(1, samples.counted() * width)
+        for window in all_samples(group, len(samples.inputs), rehearse):
+            errors, finite = [], []
+            for replica, part in window:
+                hidden = _read(group, samples.inputs, part, replica)
+                if check:
+                    finite.append(_finite(hidden))
+                output = group.forward(hidden, part, replica, weights[replica])
+                errors.append(squared_error(output, samples.target(group, part, replica), samples.mask_of(part, output.device)))
+                if outputs is not None:
+                    outputs.write(part, output)
+                width = output.shape[-1]
+            _check_finite(("input",), group, finite, window, dtype)
+            total += sum(float(error) for error in errors)
+    return total / max(1, samples.counted() * width)

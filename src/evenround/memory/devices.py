@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from evenround.checkpoint import parse_size
 from evenround.errors import UserError
 from evenround.memory.wishes import Item, Reader
 
@@ -82,15 +81,6 @@ def parse_devices(
     return Machine(tuple(_device(item, reader) for item in items), layers)
 
 
-def pick_device(text: str) -> torch.device:
-    """The first device of `text` (see `parse_devices`), for what computes on one only. Raises `UserError` for what is not here."""
-    reader = _reader(text, False, "--device")
-    items, _ = reader.read(text)
-    if items[0].kind == "sim":
-        raise UserError(f"--device {text!r}: only `quantize` can run on a simulated device yet")
-    return [_where(item, reader) for item in items][0]
-
-
 def _reader(wish: object, planning: bool, flag: str) -> Reader:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator else 0
@@ -116,17 +106,6 @@ def _device(item: Item, reader: Reader) -> Device:
             raise reader.fail(str(error)) from None
         free = item.capacity
     return Device(item.name, item.kind, free if item.capacity is None else min(free, item.capacity), where)
-
-
-def simulated_capacity(text: str) -> int | None:
-    """Bytes of the one simulated device that `sim:256MiB` (or `sim:1x256MiB`) asks for; None for real devices. Raises `UserError`."""
-    wish = text.strip()
-    if not wish.lower().startswith("sim:"):
-        return None
-    size = re.sub(r"^1x", "", wish[4:])
-    if "=" in size or "," in size or re.match(r"\d+x", size):
-        raise UserError(f"--device {text!r}: several simulated devices are not implemented yet; give one, such as sim:256MiB")
-    return parse_size(size, "--device")
 
 
 def native_bfloat16(device: torch.device) -> bool:

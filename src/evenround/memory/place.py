@@ -11,6 +11,7 @@ when the plan is made).
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Placement:
 
     def __init__(self, layout: Layout, devices: Sequence[torch.device], label: Label = no_label) -> None:
         self.layout, self.devices, self.label = layout, tuple(devices), label
-        self._running = 0
+        self._running = threading.local()  # autograd calls modules again in a thread for each device
 
     def _device(self, number: int) -> torch.device:
         return HOST if number == ON_HOST else self.devices[number]
@@ -108,11 +109,16 @@ class Placement:
     @contextlib.contextmanager
     def running(self, replica: int) -> Iterator[None]:
         """Modules called inside belong to `replica`."""
-        before, self._running = self._running, replica
+        before = self._replica
+        self._running.replica = replica
         try:
             yield
         finally:
-            self._running = before
+            self._running.replica = before
+
+    @property
+    def _replica(self) -> int:
+        return int(vars(self._running).get("replica", 0))
 
     def cuts(self, name: str, root: nn.Module) -> bool:
         """Whether some module below `root`, called `name`, runs on another device than its caller."""
@@ -139,13 +145,14 @@ class Placement:
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
         caller = path.rpartition(".")[0]
         replicas = range(len(self.layout.replicas))
+        several = len(replicas) > 1  # if not, the code stays one that torch.compile can follow
         inside, outside = ([self.device(name, replica) for replica in replicas] for name in (path, caller))
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return moved((args, kwargs), inside[self._running])
+            return moved((args, kwargs), inside[self._replica if several else 0])
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            return moved(output, outside[self._running])
+            return moved(output, outside[self._replica if several else 0])
 
         return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
 
