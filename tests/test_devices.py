@@ -632,8 +632,3 @@ def test_memory_is_released_where_the_c_library_can(monkeypatch: pytest.MonkeyPa
 def test_peak_memory_of_an_accelerator_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 77)
     assert peak_bytes(CUDA) == 77
-
-
-def test_only_quantize_runs_on_simulated_devices() -> None:
-    with pytest.raises(UserError, match="--device 'sim:1GiB': only `quantize` can run on a simulated device yet"):
-        pick_device("sim:1GiB")

@@ -255,6 +255,7 @@ def test_a_block_without_parameters_can_be_placed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # as torch.compile is first used
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks at it where code breaks
 @pytest.mark.parametrize("cut", [False, True])
 def test_compiled_blocks_give_what_they_give(cut: bool) -> None:
     """Two unequal names of the CPU are two devices to a placement: hooks are there, and no simulation, which sees no compiled code."""

@@ -145,16 +145,17 @@ class Placement:
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
         caller = path.rpartition(".")[0]
         replicas = range(len(self.layout.replicas))
-        several = len(replicas) > 1  # if not, the code stays one that torch.compile can follow
         inside, outside = ([self.device(name, replica) for replica in replicas] for name in (path, caller))
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return moved((args, kwargs), inside[self._replica if several else 0])
+            return moved((args, kwargs), inside[self._replica])
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            return moved(output, outside[self._replica if several else 0])
+            return moved(output, outside[self._replica])
 
-        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+        # Compiled code ends where a device ends: what is on one device is compiled as one, transfers are not.
+        entering, leaving = (torch.compiler.disable(hook) for hook in (enter, leave))  # type: ignore[no-untyped-call]
+        return [module.register_forward_pre_hook(entering, with_kwargs=True), module.register_forward_hook(leaving)]
 
 
 def moved(values: Any, device: torch.device) -> Any:
