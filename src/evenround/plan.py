@@ -23,8 +23,11 @@ from evenround.rehearsal import NO_PROFILE, Rehearsed, Usage, profile, rehearse,
 SMALLEST = 32
 """Wishes that are rehearsed to find the least that would fit, for a group of one block; fewer for longer groups."""
 
-AFFORD = 3000
+AFFORD = 2000
 """Passes of a micro-batch through a block, some 15 ms each, after which only the smallest wishes are rehearsed."""
+
+LIKELY = Fraction(9, 10)
+"""Of what wishes of the same strategy took, measured by what they hold at least: what takes more is not rehearsed before the smallest."""
 
 REFINEMENTS = 4
 """Cuts that are drawn anew from what a rehearsal found, for a group of one block; fewer for longer groups, whose rehearsals take longer."""
@@ -199,7 +202,7 @@ class _Candidate:
 
 def _kind(wish: Wish) -> object:
     """Wishes of a kind take about as many times more than they hold at least."""
-    return wish.strategy, wish.replicas, wish.recompute, wish.state_on_host
+    return wish.strategy, wish.replicas
 
 
 class _Search:
@@ -290,7 +293,7 @@ class _Search:
         largest = max(device.capacity for device in self.devices)
         for wish in ordered:
             least = self.drafter.least_bytes(wish)
-            if least <= largest < least * self.excess.get(_kind(wish), Fraction(0)):
+            if least <= largest < least * self.excess.get(_kind(wish), Fraction(0)) * LIKELY:
                 attempts.append(self._attempt(wish, (), "takes more, by what others like it took"))
             elif least <= largest and self.spent > AFFORD:
                 attempts.append(self._attempt(wish, (), "not rehearsed: enough has been"))
@@ -330,7 +333,8 @@ class _Search:
                 continue
             if plans and self.drafter.least_bytes(wish) > largest * min(plan.factor for plan in plans):
                 break
-            self._try(wish, attempts, plans)
+            if self._try(wish, attempts, plans):
+                break
 
     def _seconds(self, wish: Wish) -> float:
         return relative_seconds(wish, self.group, self.profile, len(self.devices), self.bounds)
