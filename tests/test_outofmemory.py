@@ -103,7 +103,9 @@ def test_a_device_that_shrinks_changes_the_plan_and_not_the_bytes(
     assert 1 <= len(found) <= len(CASES[case]) and found == [note for note in tell.notes if "ran out of memory" in note]
     at = (min(CASES[case]) - 1) // 3
     assert blocks[at]["notes"][0].startswith(f"model.layers.{at} ran out of memory (")  # type: ignore[index]
-    assert "cpu:0" in found[0] and f"it went on as {blocks[at]['strategy']}" in found[-1 if at == (max(CASES[case]) - 1) // 3 else 0]  # type: ignore[index]
+    assert (
+        "sim:0 is full" in found[0] and f"it went on as {blocks[at]['strategy']}" in found[-1 if at == (max(CASES[case]) - 1) // 3 else 0]
+    )  # type: ignore[index]
     smallest = min(int(part * peaks[0]) for part in CASES[case].values())
     assert blocks[-1]["peak_bytes"][0] <= smallest  # type: ignore[index]
     assert "sums over samples" not in " ".join(found)

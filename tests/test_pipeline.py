@@ -599,7 +599,7 @@ def test_a_device_that_becomes_too_small_loses_nothing(source: Path, tmp_path: P
     run(source, tmp_path / "whole", device_map="sim:1GiB")
     with (
         monkeypatch.context() as patch,
-        pytest.raises(torch.OutOfMemoryError, match="cpu:0 out of memory.*nothing else fits: nothing fits"),
+        pytest.raises(torch.OutOfMemoryError, match="sim:0 is full.*nothing else fits: nothing fits"),
     ):
         run(source, tmp_path / "made", device_map="sim:1GiB", progress=Shrinking(patch, 10_000))
     assert not (tmp_path / "made" / "config.json").exists() and (tmp_path / "made" / ".evenround" / "manifest.json").exists()
@@ -617,5 +617,5 @@ def test_a_device_that_becomes_smaller_is_planned_for_anew(source: Path, tmp_pat
     assert isinstance(blocks, list) and [bool(block["notes"]) for block in blocks][:2] == [False, True]
     assert all(block["peak_bytes"] == block["planned_bytes"] for block in blocks)
     assert all(block["peak_bytes"][0] < fits for block in blocks[1:])
-    assert all("ran out of memory (cpu:0 out of memory: " in note and "; it went on as single, " in note for note in told.notes)
+    assert all("ran out of memory (sim:0 is full: " in note and "; it went on as single, " in note for note in told.notes)
     assert [note for block in blocks for note in block["notes"]] == told.notes

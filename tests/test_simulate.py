@@ -140,7 +140,7 @@ def test_a_step_fits_into_its_peak_and_not_into_a_byte_less(fake: bool, tmp_path
     for short in (None, 0, 1):
         twin = setup.fresh()
         sim = SimulatedDevices([peak - (index == short) for index, peak in enumerate(measured.peak)])
-        raises = contextlib.nullcontext() if short is None else pytest.raises(torch.OutOfMemoryError, match=f"cpu:{short} out of memory")
+        raises = contextlib.nullcontext() if short is None else pytest.raises(torch.OutOfMemoryError, match=f"sim:{short} is full")
         with raises, FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext(), sim:
             two_steps(twin, SIMULATED, SPLIT)
         assert short is not None or sim.peak == measured.peak
@@ -403,12 +403,12 @@ def test_a_capacity_is_hard_and_can_shrink() -> None:
     sim = SimulatedDevices([100, 40])
     with sim:
         x = torch.zeros(20, device="cpu:0")
-        message = r"cpu:0 out of memory: 24 bytes for other do not fit; of 100 bytes 20 are free and 80 in use \(other 80\)"
+        message = r"sim:0 is full: 24 bytes for other do not fit; of 100 bytes 20 are free and 80 in use \(other 80\)"
         with pytest.raises(torch.OutOfMemoryError, match=message):
             torch.zeros(6, device="cpu:0")
         assert sim.used == (80, 0) and sim.peak == (80, 0)
         y = torch.zeros(5, device="cpu:0")
-        with pytest.raises(torch.OutOfMemoryError, match="cpu:1 out of memory: 80 bytes for transfers .* 0 in use .nothing"):
+        with pytest.raises(torch.OutOfMemoryError, match="sim:1 is full: 80 bytes for transfers .* 0 in use .nothing"):
             x.to("cpu:1")
         sim.set_capacity(0, 50)
         assert sim.capacities == (50, 40) and sim.used == (100, 0)

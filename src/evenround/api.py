@@ -4,6 +4,7 @@ All build the same `Job` as the command line; there is no other way in.
 """
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def request(
     overwrite: bool = False,
     device_map: DeviceWish = "auto",
     compute_dtype: ComputeDtype = "auto",
-    placement: str = "auto",
+    placement: str | Mapping[str, int | str] = "auto",
     low_gpu_mem_usage: bool = False,
     output_device: str | None = None,
     enable_torch_compile: bool = False,
@@ -99,7 +100,7 @@ def request(
         device=DeviceConfig(
             device=device_map,
             compute_dtype=compute_dtype,
-            placement=placement,
+            placement=placement if isinstance(placement, str) else json.dumps(dict(placement)),
             low_gpu_mem_usage=low_gpu_mem_usage,
             output_device=output_device,
             enable_torch_compile=enable_torch_compile,
@@ -194,7 +195,7 @@ class AutoRound:
         enable_quanted_input: bool = True,
         nblocks: int = 1,
         device_map: DeviceWish = "auto",
-        placement: str = "auto",
+        placement: str | Mapping[str, int | str] = "auto",
         low_gpu_mem_usage: bool = False,
         output_device: str | None = None,
         enable_torch_compile: bool = False,
@@ -228,7 +229,7 @@ class AutoRound:
             enable_quanted_input=enable_quanted_input,
             nblocks=nblocks,
             device_map=device_map,
-            placement=placement,
+            placement=placement if isinstance(placement, str) else json.dumps(dict(placement)),
             low_gpu_mem_usage=low_gpu_mem_usage,
             output_device=output_device,
             enable_torch_compile=enable_torch_compile,

@@ -408,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         err.print(f"evenround: interrupted{_how_to_go_on(options)}", style="bold", highlight=False)
         return 130
     except torch.OutOfMemoryError as error:
-        advice = _how_to_go_on(options) or "; use a smaller --batch_size or --seqlen"
+        advice = _how_to_go_on(options) or "; use larger devices or more of them, or a smaller --batch_size or --seqlen"
         err.print(
             f"evenround: out of memory: {error}{advice}",
             style="bold red",

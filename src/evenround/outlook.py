@@ -183,13 +183,16 @@ def _placement(wish: str, machine: Machine, count: int) -> tuple[str, Mapping[st
         layers = {name: ON_HOST if number == host and not only_host else number for name, number in machine.layers.items()}
         return wish, layers
     if not wish.lstrip().startswith("{"):
-        raise UserError(f"--placement {wish!r} is not one of {', '.join(PLACEMENTS)}, nor a JSON map{nearest(wish, PLACEMENTS)}")
+        known = f"{', '.join(PLACEMENTS)}, nor a JSON map{nearest(wish, PLACEMENTS)}"
+        raise UserError(f'--placement {wish!r} is not one of {known}; a map looks so: {{"mlp.down_proj": 1}}')
     if machine.layers:
         raise UserError("--placement and --device both hold a map; give one")
     try:
         table = json.loads(wish, object_pairs_hook=_unique)
     except ValueError as error:
         raise UserError(f"--placement {wish!r} is no JSON object: {error}") from None
+    if not table:
+        raise UserError('--placement {} names no module; leave it out, or give a map such as {"mlp.down_proj": 1}')
     for name, number in table.items():
         if number != "cpu" and (isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count):
             raise UserError(

@@ -75,6 +75,8 @@ class GroupPlan:
     host_bytes: int
     disk_bytes: int
     """For chains that are on disk."""
+    advice: str
+    """What else makes it smaller."""
     factor: Fraction
     """Largest part of a capacity that is needed; above 1 it does not fit."""
     tried: tuple[Attempt, ...]
@@ -316,6 +318,7 @@ class _Search:
             relative_time=self._seconds(chosen.wish) / max(1e-12, self._seconds(first)),
             host_bytes=self.host_bytes(chosen.layout),
             disk_bytes=self.group.shape[0] * self.drafter.chain_bytes if chosen.layout.chains == "disk" else 0,
+            advice=self._advice(chosen.usage),
             factor=chosen.factor,
             tried=tuple(attempts),
         )
@@ -335,6 +338,16 @@ class _Search:
                 break
             if self._try(wish, attempts, plans):
                 break
+
+    def _advice(self, usage: Usage) -> str:
+        """Flags that make the fullest device emptier, though with other results."""
+        tune = self.group.job.tune
+        fullest = max(range(len(self.devices)), key=lambda number: usage.peaks[number])
+        activations = usage.breakdowns[fullest].get("saved activations", 0) + usage.breakdowns[fullest].get("transfers", 0)
+        found = ["fewer --nblocks"] if len(self.group.job.names) > 1 else []
+        found += ["--momentum 0 (4 bytes a weight)"] if tune.momentum and self.group.shape else []
+        found += ["a smaller --seqlen"] if activations * 10 > usage.peaks[fullest] else []
+        return f"; or use {' or '.join(found)}" if found else ""
 
     def _seconds(self, wish: Wish) -> float:
         return relative_seconds(wish, self.group, self.profile, len(self.devices), self.bounds)
@@ -446,8 +459,8 @@ def refusal(plan: Plan) -> NothingFits:
     had = ", ".join(f"{device.name} {readable_bytes(device.capacity_bytes)}" for device in plan.devices)
     pairs = zip(plan.devices, plan.least, strict=True)
     least = ", ".join(f"{device.name} {count} bytes ({readable_bytes(count)})" for device, count in pairs)
-    what = plan.main.names[0]
-    return NothingFits(f"nothing fits: {what} needs more than {had}; the least that would do: {least}; or use a smaller --seqlen")
+    what = main.names[0]
+    return NothingFits(f"nothing fits: {what} needs more than {had}; the least that would do: {least}{main.advice}")
 
 
 def describe(layout: Layout) -> str:

@@ -103,7 +103,7 @@ class _Device:
         if count > 0 and before + count > self.capacity:
             held = ", ".join(f"{name} {bytes_held}" for name, bytes_held in self.used.items() if bytes_held) or "nothing"
             raise torch.OutOfMemoryError(
-                f"{self.name} out of memory: {count} bytes for {category} do not fit; of {self.capacity} bytes "
+                f"{self.name} is full: {count} bytes for {category} do not fit; of {self.capacity} bytes "
                 f"{max(0, self.capacity - before)} are free and {before} in use ({held})"
             )
         self.used[category] += count
@@ -146,7 +146,7 @@ class SimulatedDevices(TorchDispatchMode):
         """`values` False: nothing is computed, all bytes are the same. `like_cpu` False: as where no CPU computes (see `shapes.run`)."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._values, self._like_cpu = values, like_cpu
-        self._devices = [_Device(f"cpu:{index}", capacity) for index, capacity in enumerate(capacities)]
+        self._devices = [_Device(f"sim:{index}", capacity) for index, capacity in enumerate(capacities)]
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int, str, str | None]] = {}  # device, bytes, category, tag
         self._labels: list[Category] = []
         self.tag: str | None = None
