@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -291,3 +292,26 @@ def test_blocks_of_one_structure_are_compiled_once_unless_they_are_cut() -> None
                 with on_devices(job.blocks(), Placement(layout(places), devices), compiled):  # type: ignore[arg-type]
                     pass
         assert len(compiled) == count
+
+
+def test_hooks_of_accelerate_are_off_while_a_block_is_tuned_and_back_afterwards() -> None:
+    """Offloaded weights are there inside, on a placement of ours; also when an exception passes."""
+    job = Small(samples=2).jobs()[0]
+    with job.skeleton.materialized(job.names, job.dtype):
+        module = job.skeleton.block(0)
+        expected = module.mlp.down_proj.weight.detach().clone()
+        accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
+        hook = module.mlp.down_proj._hf_hook
+        assert module.mlp.down_proj.weight.device.type == "meta"
+        for error in (None, ZeroDivisionError()):
+            with (
+                contextlib.suppress(ZeroDivisionError),
+                on_devices(job.blocks(), Placement(layout({"": 0}), [torch.device("cpu")])) as group,
+            ):
+                (weights,) = group.float_weights()
+                assert torch.equal(weights["model.layers.0.mlp.down_proj"], expected)
+                assert "_hf_hook" not in vars(module.mlp.down_proj)
+                if error:
+                    raise error
+            assert module.mlp.down_proj._hf_hook is hook and module.mlp.down_proj.weight.device.type == "meta"
+        accelerate.hooks.remove_hook_from_submodules(module)

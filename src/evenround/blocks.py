@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from evenround.calls import BlockCall
+from evenround.memory.foreign import suspended
 from evenround.memory.place import Placement
 from evenround.memory.simulate import Category
 from evenround.model import Site, structure
@@ -127,8 +128,19 @@ class Group:
 def on_devices(blocks: Sequence[Block], place: Placement, compiled: Compiled | None = None) -> Iterator[Group]:
     """The blocks as a group on the devices of `place`; transfers between modules are off again when the context ends.
 
+    Other libraries' offloading and hooks are suspended inside (`memory.foreign`), and back afterwards, also when an exception passes.
+
     compiled: run blocks through `torch.compile`, and keep what was compiled here.
     """
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(suspended(block.module))
+        replicas = _replicas(blocks, place, compiled is not None)
+        stack.enter_context(place.moving({block.name: block.module for block in blocks}))
+        yield Group(tuple(blocks), place, replicas, tuple(_function(block, place, compiled) for block in blocks))
+
+
+def _replicas(blocks: Sequence[Block], place: Placement, everything: bool) -> tuple[_Replica, ...]:
     replicas = []
     for replica in range(len(place.layout.replicas)):
         there: dict[str, dict[int, Tensor]] = {}
@@ -137,10 +149,9 @@ def on_devices(blocks: Sequence[Block], place: Placement, compiled: Compiled | N
             device = place.device(block.name, replica)
             calls.append(block.call.on(device, there.setdefault(str(device), {})))
         with place.label("weights"):
-            others = tuple(_others(block, place, replica, compiled is not None) for block in blocks)
+            others = tuple(_others(block, place, replica, everything) for block in blocks)
         replicas.append(_Replica(tuple(calls), others))
-    with place.moving({block.name: block.module for block in blocks}):
-        yield Group(tuple(blocks), place, tuple(replicas), tuple(_function(block, place, compiled) for block in blocks))
+    return tuple(replicas)
 
 
 def _function(block: Block, place: Placement, compiled: Compiled | None) -> Function:
