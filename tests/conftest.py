@@ -11,9 +11,11 @@ from torch import Tensor
 
 from evenround.blocks import Block, Group, Weights, on_devices
 from evenround.chains import HOST, Chain, Home
+from evenround.config import TuneConfig
 from evenround.data import tiny_llama
 from evenround.memory.place import Label, Layout, Placement, no_label
-from evenround.tune import float_outputs
+from evenround.states import SiteState, start_values
+from evenround.tune import float_outputs, initial_states
 
 torch.set_num_threads(1)  # test processes share the cores
 
@@ -104,10 +106,16 @@ def run_all(blocks: Sequence[Block], hidden: Tensor, batch: int, weights: Weight
     with group_of(blocks, batch) as group, torch.no_grad():
         if weights is None:
             out = host_chain(hidden.shape, hidden.dtype)
-            float_outputs(group, chain_of(hidden), out)
+            float_outputs(group, chain_of(hidden), out, TuneConfig())
             return values_of(out)
         parts = [range(start, min(start + batch, len(hidden))) for start in range(0, len(hidden), batch)]
         return torch.cat([group.forward(hidden[part.start : part.stop], part, 0, weights) for part in parts])
+
+
+def plain_states(group: Group, config: TuneConfig | None = None) -> list[SiteState]:
+    """The tuning state of every site, from the range of its weights."""
+    config = config or TuneConfig()
+    return initial_states(group, start_values(group, config, {}), config)
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,12 @@ from evenround.memory.devices import Device, Machine, parse_devices
 from evenround.memory.place import Layout, Placement
 from evenround.memory.simulate import SimulatedDevices
 from evenround.model import Skeleton, skeleton_from
-from evenround.numerics.integer import QuantizedWeight
+from evenround.numerics.quantized import QuantizedWeight
 from evenround.outlook import group_jobs, outlook
 from evenround.plan import Plan
 from evenround.rehearsal import Rehearsed, Usage, profile
-from evenround.scheme import Scheme, SchemeRules, resolve_schemes
+from evenround.rules import SchemeRules, resolve_schemes
+from evenround.scheme import Scheme
 from evenround.tune import Draw, GroupResult
 
 GIB = 2**30
@@ -65,7 +66,7 @@ class Small:
 
     @property
     def schemes(self) -> Mapping[str, Scheme | None]:
-        default = scheme_from(self.scheme, group_size=self.group_size)
+        default = scheme_from(self.scheme, {"group_size": self.group_size})
         rules = SchemeRules(default=default, ignore_layers=self.ignore_layers, quant_lm_head=self.head)
         return resolve_schemes(self.skeleton.sites, rules, ragged_groups=False)
 

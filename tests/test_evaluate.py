@@ -15,8 +15,10 @@ from evenround import UserError, quantize
 from evenround.checkpoint import Checkpoint
 from evenround.data import evaluation_text, tiny_llama
 from evenround.evaluate import evaluate, load_model, streamed_loss, text_rows
-from evenround.export import read_schemes
+from evenround.export import EXPORTERS, read_schemes
 from evenround.loading import load_tokenizer, open_model, read_config
+from evenround.numerics.activations import fake_quantize
+from evenround.scheme import PRESETS
 from evenround.tasks import run_tasks
 
 
@@ -45,7 +47,7 @@ def with_vocabulary(config: transformers.PretrainedConfig, size: int) -> transfo
 @pytest.fixture(scope="module")
 def quantized(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized")
-    quantize(tiny, folder, scheme="W3A16", iters=0, format="auto_round,llm_compressor,fake", device_map="cpu")
+    quantize(tiny, folder, scheme="W3A16", recipe="rtn", format="auto_round,llm_compressor,fake", device_map="cpu")
     return folder
 
 
@@ -62,7 +64,7 @@ def test_packed_checkpoints_are_multiplied_out(tmp_path: Path, name: str, form: 
     if (name, form) == ("gpt2", "llm_compressor"):
         pytest.skip("Conv1D is not for this format")
     save_model(ARCHITECTURES[name], tmp_path / "source")
-    quantize(tmp_path / "source", tmp_path / "out", scheme="W4A16G32", sym=False, iters=0, format=f"{form},fake", device_map="cpu")
+    quantize(tmp_path / "source", tmp_path / "out", scheme="W4A16G32", sym=False, recipe="rtn", format=f"{form},fake", device_map="cpu")
     packed, tokenizer = load_model(tmp_path / "out" / form)
     plain, _ = load_model(tmp_path / "out" / "fake")
     assert tokenizer is None and not packed.training
@@ -73,9 +75,56 @@ def test_packed_checkpoints_are_multiplied_out(tmp_path: Path, name: str, form: 
     assert (packed.get_output_embeddings().weight is packed.get_input_embeddings().weight) == tied  # type: ignore[operator]
 
 
+SCHEMES = ["INT8", "INT4", "FP8_STATIC", "FP8_DYNAMIC", "MXFP4", "MXFP8_RCEIL", "NVFP4", "MXINT4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"), [*(("llama_tied", scheme) for scheme in SCHEMES), ("gemma2", "NVFP4"), ("opt", "FP8_STATIC"), ("opt", "MXFP4")]
+)
+def test_activations_are_quantized(tmp_path: Path, name: str, scheme: str) -> None:
+    """What every format computes, whole and streamed, is what hooks on the plain weights compute."""
+    save_model(ARCHITECTURES[name], tmp_path / "source")
+    tokens = torch.randint(3, 128, (4, 16), generator=torch.Generator().manual_seed(0))
+    form = "auto_round" if scheme == "MXINT4" else "llm_compressor"
+    quantize(
+        tmp_path / "source", tmp_path / "out", scheme=scheme, recipe="rtn", format=f"{form},fake", ignore_layers="layers.1", dataset=tokens,
+        seqlen=16, nsamples=4, device_map="cpu",
+    )  # fmt: skip
+    packed, fake, plain = tmp_path / "out" / form, tmp_path / "out" / "fake", tmp_path / "plain"
+    checkpoint, wanted = Checkpoint.open(packed), EXPORTERS[form].stored(PRESETS[scheme]).activation
+    stored = read_schemes(read_config(packed), checkpoint.specs, checkpoint.read)
+    assert stored and not any("layers.1." in module for module in stored)
+    shutil.copytree(fake, plain)
+    config = json.loads((plain / "config.json").read_text())
+    assert config.pop("quantization_config")["packing_format"] == "auto_round:fake"
+    (plain / "config.json").write_text(json.dumps(config))
+    model, alone = load_model(packed)[0], load_model(plain)[0]
+    with torch.no_grad():
+        before = alone(tokens).logits
+        for module, weight in stored.items():
+            scale = weight.input.scale(checkpoint.read)
+            assert (scale is not None) == wanted.calibrated
+            alone.get_submodule(module).register_forward_pre_hook(lambda _, args, scale=scale: (fake_quantize(args[0], wanted, scale),))
+        expected = alone(tokens).logits
+        assert not torch.equal(before, expected)
+        for folder in (packed, fake) if "RCEIL" not in scheme else (packed,):  # which this format cannot say
+            assert torch.equal(load_model(folder)[0](tokens).logits, expected)
+        loss = torch.nn.functional.cross_entropy(model(tokens[:1]).logits[0, :-1], tokens[0, 1:])
+    assert streamed_loss(open_model(packed), tokens[:1]) == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_evaluation_quantizes_activations(tiny: Path, text: Path, tmp_path: Path) -> None:
+    quantize(tiny, tmp_path, scheme="INT4", recipe="rtn", format="llm_compressor,fake", device_map="cpu")
+    found = {form: evaluate(tmp_path / form, tiny, text, seqlen=64, rows=8) for form in ("llm_compressor", "fake")}
+    assert found["llm_compressor"].kl == pytest.approx(found["fake"].kl, rel=0.05)
+    quantize(tiny, tmp_path / "alone", scheme="INT4", act_bits=16, recipe="rtn", format="llm_compressor", device_map="cpu")
+    alone = evaluate(tmp_path / "alone", tiny, text, seqlen=64, rows=8).kl
+    assert alone is not None and found["fake"].kl is not None and found["fake"].kl > 1.2 * alone
+
+
 def test_a_quantized_head_is_not_tied(tmp_path: Path) -> None:
     save_model(ARCHITECTURES["llama_tied"], tmp_path / "source")
-    quantize(tmp_path / "source", tmp_path / "out", scheme="W4A16G32", iters=0, quant_lm_head=True, device_map="cpu")
+    quantize(tmp_path / "source", tmp_path / "out", scheme="W4A16G32", recipe="rtn", quant_lm_head=True, device_map="cpu")
     model, _ = load_model(tmp_path / "out", torch.bfloat16)
     head, embedding = model.lm_head.weight, model.model.embed_tokens.weight  # type: ignore[union-attr]
     checkpoint = Checkpoint.open(tmp_path / "out")

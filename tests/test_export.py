@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from evenround.checkpoint import TensorSpec
+from evenround.checkpoint import Checkpoint, TensorSpec
 from evenround.errors import UserError
-from evenround.export import EXPORTERS, Exporter, StoredWeight, get_exporter, read_schemes, tensor_prefix
+from evenround.export import EXPORTERS, Exporter, StoredWeight, format_of, get_exporter, read_inputs, read_schemes, tensor_prefix
 from evenround.model import Site
-from evenround.numerics.integer import QuantizedWeight
 from evenround.numerics.packing import pack_bits
-from evenround.scheme import Scheme, WeightScheme
+from evenround.numerics.quantized import QuantizedWeight
+from evenround.numerics.weights import quantize as round_weight
+from evenround.scheme import PRESETS, ActivationScheme, Scheme, WeightScheme
 
 Table = dict[str, Scheme | None]
 
@@ -40,16 +42,24 @@ def site(name: str = "model.layers.0.mlp.up_proj", shape: tuple[int, int] = (32,
     return Site(name=name, shape=shape, **{**fields, **changes})
 
 
-def random_weight(weight: WeightScheme, shape: tuple[int, int], seed: int = 0) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(seed)
+def random_weight(wanted: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantizedWeight:
+    """Any codes and scales that a file may hold."""
+    generator, weight = torch.Generator().manual_seed(seed), wanted.weight
+    codes = torch.randint(0, 1 << weight.bits, shape, generator=generator, dtype=torch.uint8)
     scales = weight.scale_shape(shape)
-    zero_point = torch.randint(0, 1 << weight.bits, scales, generator=generator, dtype=torch.uint8)
-    return QuantizedWeight(
-        codes=torch.randint(0, 1 << weight.bits, shape, generator=generator, dtype=torch.uint8),
-        scale=(torch.randn(scales, generator=generator) / 16).to(torch.float16),
-        zero_point=torch.full_like(zero_point, 1 << weight.bits - 1) if weight.symmetric else zero_point,
-        scheme=weight,
-    )
+    values = torch.randn(scales, generator=generator) / 16
+    inputs = torch.rand(1, generator=generator) + 0.01 if wanted.activation.calibrated else None
+    if weight.dtype == "int":
+        zero_point = torch.randint(0, 1 << weight.bits, scales, generator=generator, dtype=torch.uint8)
+        zero_point = torch.full_like(zero_point, 1 << weight.bits - 1) if weight.symmetric else zero_point
+        return QuantizedWeight(codes, values.to(torch.float16), zero_point, weight, None, inputs)
+    if weight.bits == 8:
+        codes[codes & 0x7F == 0x7F] = 0  # NaN
+    scale = values.abs() if weight.dtype == "fp" else torch.randint(90, 160, scales, generator=generator, dtype=torch.uint8)
+    whole = None
+    if weight.dtype == "nv_fp":
+        scale, whole = (values.abs() + 0.01).to(torch.float8_e4m3fn), torch.rand(1, generator=generator) + 0.5
+    return QuantizedWeight(codes, scale, None, weight, whole, inputs)
 
 
 def specs_of(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
@@ -66,7 +76,7 @@ def write(name: str, table: Table, sites: list[Site], default: Scheme | None = N
             tensors[one.checkpoint_name] = torch.zeros(one.shape)
         else:
             exporter.check(one, wanted)
-            tensors |= exporter.pack(one, random_weight(wanted.weight, one.shape))
+            tensors |= exporter.pack(one, random_weight(wanted, one.shape), wanted)
     config = exporter.quantization_config(table, sites, {"iters": 3}, default or next(filter(None, table.values())))
     return {"quantization_config": config}, tensors
 
@@ -95,20 +105,101 @@ def test_llm_compressor_gives_back_what_it_packed(wanted: Scheme, rows: int, col
 
 
 def check_round_trip(exporter: Exporter, wanted: Scheme, shape: tuple[int, int], seed: int) -> None:
-    one, quantized = site(shape=shape), random_weight(wanted.weight, shape, seed)
+    one, quantized = site(shape=shape), random_weight(wanted, shape, seed)
     exporter = exporter.for_schemes({one.name: wanted})
     exporter.check(one, wanted)
-    tensors = exporter.pack(one, quantized)
+    tensors = exporter.pack(one, quantized, wanted)
     assert specs_of(tensors) == exporter.tensor_specs(one, wanted)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
-    config = {"quantization_config": exporter.quantization_config({one.name: wanted}, [one], {}, wanted)}
-    stored = read(config, tensors)[one.name]
-    assert (stored.shape, stored.scheme) == (shape, exporter.stored(wanted).weight)
+    config = json.loads(json.dumps({"quantization_config": exporter.quantization_config({one.name: wanted}, [one], {}, wanted)}))
+    modules = {one.name: one.name}
+    stored = read(config, tensors, modules)[one.name]
+    assert (stored.shape, stored.scheme, set(stored.tensors)) == (shape, exporter.stored(wanted), set(tensors))
     back = stored.unpack(tensors.__getitem__)
     assert torch.equal(back.codes, quantized.codes)
     assert torch.equal(back.dequantize(), quantized.dequantize())
-    if stored.scheme == wanted.weight:
-        assert torch.equal(back.scale, quantized.scale) and torch.equal(back.zero_point, quantized.zero_point)
+    for ours, theirs in ((back.global_scale, quantized.global_scale), (back.input_scale, quantized.input_scale)):
+        assert ours is theirs is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
+    if stored.scheme.weight == wanted.weight:
+        assert torch.equal(back.scale.view(torch.uint8), quantized.scale.view(torch.uint8))
+        assert back.zero_point is quantized.zero_point is None or torch.equal(back.zero_point, quantized.zero_point)  # type: ignore[arg-type]
+    inputs = read_inputs(config, specs_of(tensors), modules, {one.name: stored})
+    assert {name: found.scheme for name, found in inputs.items()} == (
+        {one.name: exporter.stored(wanted).activation} if wanted.activation.quantized else {}
+    )
+
+
+def loads(name: str, wanted: Scheme) -> bool:
+    try:
+        EXPORTERS[name].check(site(shape=(128, 256)), wanted)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "preset"), [(name, preset) for name in ("auto_round", "llm_compressor") for preset in PRESETS])
+def test_presets_come_back(name: str, preset: str) -> None:
+    if not loads(name, PRESETS[preset]):
+        pytest.skip("refused")
+    check_round_trip(EXPORTERS[name], PRESETS[preset], (128, 256), 0)
+
+
+def test_what_each_format_takes() -> None:
+    takes = {name: {preset for preset in PRESETS if not loads(name, PRESETS[preset])} for name in EXPORTERS}
+    assert takes == {
+        "auto_round": {"MXFP4A16", "MXFP8A16", "NVFP4A16", "FPW8A16", "FP8_DYNAMIC", "INT4", "INT8", "INT8_W8A8"},
+        "llm_compressor": {"MXINT4"},
+        "fake": set(),
+    }
+
+
+ODD = {
+    "W4A8 int": Scheme(weight=WeightScheme(bits=4, group_size=128), activation=ActivationScheme(bits=8, dtype="int")),
+    "W8A8 asym": Scheme(
+        weight=WeightScheme(bits=8, group_size=-1, symmetric=False), activation=ActivationScheme(bits=8, dtype="int", symmetric=False)
+    ),
+    "W8A8 static": Scheme(
+        weight=WeightScheme(bits=8, group_size=0, symmetric=False),
+        activation=ActivationScheme(bits=8, dtype="int", group_size=0, dynamic=False),
+    ),
+    "W4A8 fp": Scheme(weight=WeightScheme(bits=4, group_size=128), activation=ActivationScheme(bits=8)),
+    "FP8 tensor": Scheme(
+        weight=WeightScheme(bits=8, group_size=0, dtype="fp"), activation=ActivationScheme(bits=8, group_size=0, dynamic=False)
+    ),
+    "FP8 groups": Scheme(weight=WeightScheme(bits=8, group_size=32, dtype="fp"), activation=ActivationScheme(bits=8, group_size=0)),
+    "FP8 small tiles": Scheme(weight=WeightScheme(bits=8, group_size=(16, 48), dtype="fp")),
+    "FP8, inputs as MXFP4": Scheme(
+        weight=WeightScheme(bits=8, group_size=-1, dtype="fp"), activation=ActivationScheme(bits=4, group_size=32, dtype="mx_fp")
+    ),
+    "MXFP4, inputs FP8": Scheme(weight=WeightScheme(bits=4, group_size=32, dtype="mx_fp"), activation=ActivationScheme(bits=8)),
+    "NVFP4 on INT4": Scheme(
+        weight=WeightScheme(bits=4, group_size=32), activation=ActivationScheme(bits=4, group_size=16, dtype="nv_fp")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_uncommon_schemes_come_back_from_llm_compressor(name: str) -> None:
+    check_round_trip(EXPORTERS["llm_compressor"], ODD[name], (72, 256), 3)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *ODD])
+def test_fake_tells_how_inputs_are_quantized(name: str) -> None:
+    wanted = (PRESETS | ODD)[name]
+    one, other = site(shape=(128, 256)), site("model.layers.1.mlp.up_proj", (128, 256))
+    table: Table = {one.name: wanted, other.name: None}
+    exporter, quantized = EXPORTERS["fake"].for_schemes(table), random_weight(wanted, (128, 256))
+    tensors = exporter.pack(one, quantized, wanted)
+    assert specs_of(tensors) == exporter.tensor_specs(one, wanted)
+    section = exporter.quantization_config(table, [one, other], {}, wanted)
+    config = json.loads(json.dumps({"quantization_config": section} if section else {}))
+    assert format_of(config) == "fake" and read(config, tensors) == {}
+    inputs = read_inputs(config, specs_of(tensors), {one.name: one.name, other.name: other.name}, {})
+    assert {name: found.scheme for name, found in inputs.items()} == ({one.name: wanted.activation} if wanted.activation.quantized else {})
+    if wanted.activation.calibrated:
+        assert torch.equal(inputs[one.name].scale(tensors.__getitem__), quantized.input_scale)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"the checkpoint has no model.layers.0.mlp.up_proj.input_(global_)?scale, which"):
+            read_inputs(config, {}, {one.name: one.name}, {})
 
 
 MIXED: Table = {
@@ -122,7 +213,55 @@ def test_mixed_schemes_come_back_by_name(name: str) -> None:
     sites = [site(module) for module in MIXED]
     config, tensors = write(name, MIXED, sites)
     stored = read(json.loads(json.dumps(config)), tensors, {module: module for module in MIXED})
-    assert {module: found.scheme for module, found in stored.items()} == {module: s.weight for module, s in MIXED.items() if s}
+    assert {module: found.scheme for module, found in stored.items()} == {module: s for module, s in MIXED.items() if s}
+
+
+FLOATS: dict[str, Table] = {
+    "auto_round": {
+        "model.layers.0.a": PRESETS["MXFP8"], "model.layers.0.b": PRESETS["NVFP4"], "model.layers.0.c": None,
+        "model.layers.1.a": PRESETS["MXFP4_RCEIL"],
+    },
+    "llm_compressor": {
+        "model.layers.0.a": PRESETS["FP8_STATIC"], "model.layers.0.b": PRESETS["NVFP4"], "model.layers.0.c": None,
+        "model.layers.1.a": PRESETS["MXFP8"], "model.layers.1.b": PRESETS["INT8"], "model.layers.1.c": PRESETS["W4A16"],
+        "model.layers.2.a": PRESETS["FP8_BLOCK"], "model.layers.2.b": PRESETS["FPW8A16"], "lm_head": PRESETS["MXFP4A16"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_mixed_schemes_with_activations_come_back_by_name(name: str) -> None:
+    table = FLOATS[name]
+    config, tensors = write(name, table, [site(module, (128, 256)) for module in table])
+    stored = read(json.loads(json.dumps(config)), tensors, {module: module for module in table})
+    assert {module: found.scheme for module, found in stored.items()} == {
+        module: EXPORTERS[name].stored(wanted) for module, wanted in table.items() if wanted
+    }
+    for module, found in stored.items():
+        wanted = table[module]
+        assert wanted is not None
+        back, quantized = found.unpack(tensors.__getitem__), random_weight(wanted, (128, 256))
+        assert torch.equal(back.codes, quantized.codes) and torch.equal(back.dequantize(), quantized.dequantize())
+
+
+def test_mixed_precision_config() -> None:
+    table = FLOATS["llm_compressor"]
+    config, _ = write("llm_compressor", table, [site(module, (128, 256)) for module in table])
+    section = config["quantization_config"]
+    assert section["format"] == "mixed-precision" and section["ignore"] == ["model.layers.0.c"]
+    assert [group["format"] for group in section["config_groups"].values()] == [
+        "float-quantized", "nvfp4-pack-quantized", "mxfp8-quantized", "int-quantized", "pack-quantized", "float-quantized",
+        "naive-quantized", "mxfp4-pack-quantized",
+    ]  # fmt: skip
+    QuantizationConfig.model_validate(section)
+
+
+def test_layers_left_out_where_inputs_are_quantized() -> None:
+    """auto-round's reader looks for a kernel for a layer with 16 bits and quantized inputs, and finds none."""
+    table: Table = {"model.layers.0.a": PRESETS["MXFP4"], "model.layers.0.b": None, "lm_head": None}
+    config, _ = write("auto_round", table, [site(module, (64, 64)) for module in table])
+    left_out = {"bits": 16, "act_bits": 16}
+    assert config["quantization_config"]["extra_config"] == {"model.layers.0.b": left_out, "lm_head": left_out}
 
 
 def test_mixed_auto_round_uses_raw_zero_points_and_lists_exceptions() -> None:
@@ -185,6 +324,11 @@ def golden_weight(bits: int, symmetric: bool) -> QuantizedWeight:
     )
 
 
+def packed(name: str, quantized: QuantizedWeight) -> dict[str, Tensor]:
+    one = site("x", (quantized.codes.shape[0], quantized.codes.shape[1]))
+    return EXPORTERS[name].pack(one, quantized, Scheme(weight=quantized.scheme))
+
+
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
 
@@ -205,22 +349,38 @@ GOLDEN_SCALES = {True: "c74b76b2315095e1", False: "33e8b1b343310780"}
 @pytest.mark.parametrize(("bits", "symmetric"), [(b, s) for s, table in GOLDEN_QZEROS.items() for b in table])
 def test_same_bytes_as_auto_round(bits: int, symmetric: bool) -> None:
     """Digests of what auto-round 0.16.1's own packers make of these codes, scales and zero points."""
-    tensors = EXPORTERS["auto_round"].pack(site("x"), golden_weight(bits, symmetric))
+    tensors = packed("auto_round", golden_weight(bits, symmetric))
     assert digest(tensors["x.qweight"]) == GOLDEN_QWEIGHT[bits]
     assert digest(tensors["x.qzeros"]) == GOLDEN_QZEROS[symmetric][bits]
     assert digest(tensors["x.scales"]) == GOLDEN_SCALES[symmetric]
 
 
 def test_same_bytes_as_auto_round_in_awq_order() -> None:
-    tensors = EXPORTERS["auto_round"].pack(site("x"), golden_weight(4, False))
+    tensors = packed("auto_round", golden_weight(4, False))
     assert tensors["x.qweight"].flatten()[:2].tolist() == [324512992, -1679874968]
     assert tensors["x.qzeros"].flatten()[:2].tolist() == [972416160, -1317180376]
     assert (digest(tensors["x.qweight"]), digest(tensors["x.qzeros"])) == ("aae2ddc5bf718bd5", "556ca0a22fc68ada")
     assert digest(tensors["x.scales"]) == GOLDEN_SCALES[False]
 
 
+GOLDEN_FLOATS = {
+    "MXFP4": {"weight_packed": "8ad994b729206c38", "weight_scale": "cce09097da9e74b9"},
+    "MXFP8": {"weight": "cc3b9ca930c9119b", "weight_scale": "0267a109dc3ef95f"},
+    "MXINT4": {"weight_packed": "93b76c24ac9a15ad", "weight_scale": "7a4aac2451cb559c"},
+}
+
+
+@pytest.mark.parametrize("preset", GOLDEN_FLOATS)
+def test_same_bytes_as_auto_round_of_a_rounded_layer(preset: str, tiny: Path) -> None:
+    """Digests of a layer of the shipped model as auto-round 0.16.1 exports it, rounded to nearest."""
+    weight = Checkpoint.open(tiny).read("model.layers.0.self_attn.q_proj.weight")
+    wanted, one = PRESETS[preset], site("x", (256, 256))
+    tensors = EXPORTERS["auto_round"].pack(one, round_weight(weight.float(), wanted.weight), wanted)
+    assert {name.removeprefix("x."): digest(tensor.view(torch.uint8)) for name, tensor in tensors.items()} == GOLDEN_FLOATS[preset]
+
+
 def test_symmetric_zero_points_are_stored_less_one() -> None:
-    tensors = EXPORTERS["auto_round"].pack(site("x"), golden_weight(4, True))
+    tensors = packed("auto_round", golden_weight(4, True))
     assert (tensors["x.qzeros"] == 0x77777777).all()
 
 
@@ -232,8 +392,8 @@ def test_symmetric_zero_points_are_stored_less_one() -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_compressed_tensors_makes_and_reads_the_same(bits: int, symmetric: bool, group_size: int) -> None:
     wanted, one = scheme(bits, group_size, symmetric), site("x", (36, 96))
-    quantized = random_weight(wanted.weight, one.shape)
-    tensors = {name.removeprefix("x."): tensor for name, tensor in EXPORTERS["llm_compressor"].pack(one, quantized).items()}
+    quantized = random_weight(wanted, one.shape)
+    tensors = {name.removeprefix("x."): tensor for name, tensor in EXPORTERS["llm_compressor"].pack(one, quantized, wanted).items()}
     config = EXPORTERS["llm_compressor"].quantization_config({"x": wanted}, [one], {}, wanted)
     assert config is not None
     theirs = QuantizationConfig.model_validate(config).config_groups["group_0"]
@@ -251,7 +411,7 @@ def test_compressed_tensors_makes_and_reads_the_same(bits: int, symmetric: bool,
 def test_files_of_older_compressed_tensors_are_read() -> None:
     """Up to 0.17, 3-bit codes lay ten to a word."""
     wanted, one = scheme(3, 32, False), site("x", (36, 64))
-    quantized = random_weight(wanted.weight, one.shape)
+    quantized = random_weight(wanted, one.shape)
     config, tensors = write("llm_compressor", {"x": wanted}, [one])
 
     def loosely(codes: Tensor) -> Tensor:
@@ -339,9 +499,9 @@ def test_transformers_loads_llm_compressor(llama: tuple[Path, dict[str, Tensor]]
 def test_fake_writes_plain_weights(transposed: bool) -> None:
     exporter = get_exporter("fake")
     one = site(shape=(5, 40), transposed=transposed)
-    quantized = random_weight(scheme(4, 32).weight, (5, 40))
+    quantized = random_weight(scheme(4, 32), (5, 40))
     exporter.check(one, scheme())
-    tensors = exporter.for_schemes({one.name: scheme()}).pack(one, quantized)
+    tensors = exporter.for_schemes({one.name: scheme()}).pack(one, quantized, scheme())
     assert specs_of(tensors) == exporter.tensor_specs(one, scheme())
     weight = tensors[one.checkpoint_name]
     assert torch.equal(weight.t() if transposed else weight, quantized.dequantize(torch.bfloat16))
@@ -349,7 +509,7 @@ def test_fake_writes_plain_weights(transposed: bool) -> None:
     assert exporter.read_schemes({}, {}, tensors.__getitem__) == {}
     assert exporter.allows_ragged and exporter.stored(scheme()) == scheme()
     with pytest.raises(UserError, match="a: a checkpoint of format 'fake' holds plain weights"):
-        exporter.unpack("a", tensors.__getitem__, scheme().weight, (5, 40))
+        exporter.unpack("a", tensors.__getitem__, scheme(), (5, 40))
 
 
 # Names
@@ -396,6 +556,17 @@ def test_cautions() -> None:
     assert "saves no space" in EXPORTERS["fake"].cautions({})[0]
 
 
+def test_cautions_about_activations() -> None:
+    cautions = {name: lambda preset, name=name: " ".join(EXPORTERS[name].cautions({"a": PRESETS[preset], "b": None})) for name in EXPORTERS}
+    assert "`evenround eval` and auto-round's reader do it; other loaders stop" in cautions["fake"]("INT8")
+    assert "auto-round 0.16.1 itself stops at FP8 in tiles" in cautions["auto_round"]("FP8_BLOCK")
+    assert cautions["auto_round"]("MXINT4") == cautions["auto_round"]("NVFP4") == cautions["auto_round"]("FP8_STATIC") == ""
+    assert "less than 8 bits are computed by transformers" in cautions["llm_compressor"]("INT4")
+    assert "in bfloat16 only" in cautions["llm_compressor"]("NVFP4")
+    assert "scales of activations are rounded up: readers" in cautions["llm_compressor"]("MXFP8_RCEIL")
+    assert cautions["llm_compressor"]("INT8") == cautions["llm_compressor"]("FP8_STATIC") == cautions["llm_compressor"]("NVFP4A16") == ""
+
+
 # What a format cannot hold
 
 
@@ -417,6 +588,84 @@ def test_transposed_layers_are_refused_by_llm_compressor() -> None:
     with pytest.raises(UserError, match=r"mlp.up_proj is a transposed layer \(Conv1D\).*use --format auto_round or fake"):
         EXPORTERS["llm_compressor"].check(site(transposed=True), scheme())
     EXPORTERS["auto_round"].check(site(transposed=True), scheme())
+
+
+@pytest.mark.parametrize(
+    ("preset", "label"),
+    [
+        ("INT8", "W8 channel sym A8 int token"),
+        ("NVFP4A16", "NVFP4 without quantized activations"),
+        ("FP8_DYNAMIC", "FP8 channel A8 fp token"),
+    ],
+)
+def test_schemes_that_auto_round_cannot_load_are_refused(preset: str, label: str) -> None:
+    with pytest.raises(UserError) as caught:
+        EXPORTERS["auto_round"].check(site(shape=(128, 256)), PRESETS[preset])
+    assert str(caught.value) == (
+        f"model.layers.0.mlp.up_proj: auto-round's reader has no kernel for {label}, so format 'auto_round' (--format) does not take it; "
+        "use --format llm_compressor or fake"
+    )
+
+
+def test_schemes_that_do_not_share_a_checkpoint_of_auto_round_are_refused() -> None:
+    table: Table = {"a": PRESETS["MXFP4"], "b": PRESETS["MXFP8"], "c": PRESETS["FP8_STATIC"], "d": None}
+    with pytest.raises(UserError, match=r"^MXFP4 A4 mx_fp and FP8 channel A8 fp tensor static cannot lie in one checkpoint"):
+        EXPORTERS["auto_round"].for_schemes(table)
+    EXPORTERS["auto_round"].for_schemes({"a": PRESETS["MXFP4"], "b": PRESETS["INT8"]})  # `check` names the layer
+
+
+def test_transposed_layers_are_refused_where_inputs_are_quantized() -> None:
+    with pytest.raises(UserError, match=r"transposed layer \(Conv1D\), which auto-round's reader .* not MXFP4 A4 mx_fp; use --format fake"):
+        EXPORTERS["auto_round"].check(site(transposed=True), PRESETS["MXFP4"])
+    with pytest.raises(UserError, match=r"knows Linear layers only; use --format fake$"):
+        EXPORTERS["llm_compressor"].check(site(transposed=True), PRESETS["MXFP4"])
+
+
+def test_mxint4_is_refused_by_llm_compressor() -> None:
+    with pytest.raises(UserError, match="compressed-tensors, .* has no MXINT4; use --format auto_round or fake, or scheme MXFP4"):
+        EXPORTERS["llm_compressor"].check(site(), PRESETS["MXINT4"])
+
+
+def test_a_calibrated_scale_must_be_given() -> None:
+    wanted = PRESETS["FP8_STATIC"]
+    for exporter in EXPORTERS.values():
+        with pytest.raises(ValueError, match="mlp.up_proj: its input has a calibrated scale, and none is given"):
+            exporter.pack(site(), replace(random_weight(wanted, (32, 64)), input_scale=None), wanted)
+
+
+@pytest.mark.parametrize("name", ["auto_round", "llm_compressor"])
+@pytest.mark.parametrize(
+    ("preset", "leaf", "tensor", "message"),
+    [
+        ("FP8_STATIC", "input_scale", None, "the checkpoint has no model.layers.0.a.input_scale, which"),
+        ("FP8_STATIC", "input_scale", torch.ones(2), r"a.input_scale has shape \[2\], but .* makes it \[1\]"),
+        ("FP8_STATIC", "weight", torch.zeros(128, 256, dtype=torch.int8), "a.weight is torch.int8, but .* stores torch.float8_e4m3fn"),
+        ("FP8_STATIC", "weight", torch.zeros(128, dtype=torch.int8), r"a has weight \[128\], which should have two dimensions"),
+        ("MXFP4", "weight_scale", torch.zeros(128, 8), "a.weight_scale is torch.float32, but .* stores torch.uint8"),
+        ("NVFP4", "weight_global_scale", None, "the checkpoint has no model.layers.0.a.weight_global_scale"),
+        ("NVFP4", "weight_scale", torch.zeros(128, 8).to(torch.float8_e4m3fn), r"\[128, 8\], but .* makes it \[128, 16\]"),
+        ("MXFP8", "weight", None, "the checkpoint has no tensor named ….weight$"),
+    ],
+)
+def test_float_tensors_are_checked(name: str, preset: str, leaf: str, tensor: Tensor | None, message: str) -> None:
+    config, tensors = write(name, {A: PRESETS[preset]}, [site(A, (128, 256))])
+    if tensor is None:
+        del tensors[f"{A}.{leaf}"]
+    else:
+        tensors[f"{A}.{leaf}"] = tensor
+    with pytest.raises(UserError, match=message):
+        read(config, tensors)
+
+
+def test_what_auto_round_itself_writes_is_read() -> None:
+    """Scales in the model's bfloat16; an output head that `ignore` forgets; nv_fp inputs under a name of their own."""
+    config, tensors = write("llm_compressor", {A: PRESETS["FP8_STATIC"], "lm_head": None}, [site(A), site("lm_head")])
+    config["quantization_config"]["ignore"], group(config["quantization_config"])["format"] = [], None
+    tensors = {name: tensor.bfloat16() if name.endswith("_scale") else tensor for name, tensor in tensors.items()}
+    found = read(config, tensors, {A: A, "lm_head": "lm_head"})[A]
+    assert found.scheme == PRESETS["FP8_STATIC"] and found.unpack(tensors.__getitem__).scale.dtype == torch.float32
+    config, _ = write("auto_round", {A: PRESETS["NVFP4"]}, [site(A)])
+    assert config["quantization_config"]["act_data_type"] == "nv_fp4_with_static_gs"
 
 
 # Config against tensors
@@ -445,11 +694,20 @@ def test_configs_that_cannot_be_read() -> None:
 A = "model.layers.0.a"
 
 
+def group(section: dict[str, Any]) -> dict[str, Any]:
+    return section["config_groups"]["group_0"]  # type: ignore[no-any-return]
+
+
+def weights(section: dict[str, Any]) -> dict[str, Any]:
+    return group(section)["weights"]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c, t: c.update(packing_format="auto_round:fp8"), "packing_format 'auto_round:fp8' .*cannot be read; readable are:"),
-        (lambda c, t: c.update(data_type="mx_fp"), "data_type 'mx_fp' in quantization_config .*cannot be read; only 'int' can"),
+        (lambda c, t: c.update(packing_format="auto_round:mlx"), "packing_format 'auto_round:mlx' .*cannot be read; readable are:"),
+        (lambda c, t: c.update(data_type="mx"), r"config.json\), default: data type 'mx' .*is not known"),
+        (lambda c, t: c.update(act_bits=8, act_data_type="mx_fp", act_group_size=16), "default: act_group_size 16 .*has groups of 32 only"),
         (lambda c, t: c.update(bits=9), r"config.json\), default: bits 9 .* must be a whole number from 2 to 8"),
         (lambda c, t: c["extra_config"][A[:-1] + "b"].update(bits=12), r"extra_config\['model.layers.0.b'\]: bits 12"),
         (lambda c, t: c["extra_config"].update({A: 4}), r"extra_config\['model.layers.0.a'\] is 4, not an object"),
@@ -490,12 +748,18 @@ def test_a_linear_layer_neither_packed_nor_excluded_is_named(name: str) -> None:
     [
         (lambda c, t: c.update(config_groups=None), "config_groups must be an object of objects and ignore a list"),
         (lambda c, t: c["config_groups"].update(group_0="W4A16"), "config_groups must be an object of objects"),
-        (lambda c, t: c["config_groups"]["group_0"].update(targets="Linear"), "group_0: targets must be a list of names"),
-        (lambda c, t: c["config_groups"]["group_0"].update(format="int-quantized"), "group_0: format 'int-quantized', .*only weight-only"),
-        (lambda c, t: c["config_groups"]["group_0"]["weights"].update(num_bits=1), "group_0: bits 1 .* must be a whole number from 2 to 8"),
-        (lambda c, t: c["config_groups"]["group_0"]["weights"].update(strategy="block"), "group_0: strategy 'block' cannot be read"),
+        (lambda c, t: group(c).update(targets="Linear"), "group_0: targets must be a list of names"),
+        (lambda c, t: group(c).update(format="int-quantized"), "no model.layers.0.a.weight, which"),
+        (lambda c, t: group(c).update(format="marlin-24"), "group_0: format 'marlin-24' with weights W4 g32 asym cannot"),
+        (lambda c, t: group(c).update(format="mxfp8-quantized"), "no model.layers.0.a.weight, which"),
+        (lambda c, t: group(c).update(format="nvfp4-pack-quantized"), "W4 g32 asym cannot be read; 'pack-quantized' can"),
+        (lambda c, t: group(c).update(input_activations=8), "group_0: targets must be .*input_activations objects"),
+        (lambda c, t: weights(c).update(type="complex"), "group_0, weights: type 'complex' cannot be read"),
+        (lambda c, t: weights(c).update(num_bits=1), "group_0: bits 1 .* must be a whole number from 2 to 8"),
+        (lambda c, t: weights(c).update(strategy="head"), "group_0, weights: strategy 'head' cannot be read"),
+        (lambda c, t: weights(c).update(strategy="block", block_structure=[128, 128]), "only data type 'fp' has"),
         (lambda c, t: c["ignore"].append("re:*"), r"targets and ignore: '\*' is no regular expression"),
-        (lambda c, t: c["config_groups"]["group_0"]["targets"].append("zz"), "zz is W4 g32 asym in config_groups, but no packed tensors"),
+        (lambda c, t: group(c)["targets"].append("zz"), "zz is W4 g32 asym in config_groups, but no packed tensors"),
         (lambda c, t: c["ignore"].append(A), "layers.0.a is not quantized in the config, but .*a.weight_packed exists"),
         (lambda c, t: t.clear(), "says format 'pack-quantized', but the checkpoint has no tensor named ….weight_packed"),
         (lambda c, t: t.pop(A + ".weight_shape"), "the checkpoint has no model.layers.0.a.weight_shape"),
@@ -503,7 +767,7 @@ def test_a_linear_layer_neither_packed_nor_excluded_is_named(name: str) -> None:
         (lambda c, t: t.update({A + ".weight_shape": torch.tensor([32, 96])}), r"a.weight_packed has shape \[32, 8\], .* it \[32, 12\]"),
         (lambda c, t: t.update({A + ".weight_scale": torch.zeros(32, 3)}), r"a.weight_scale has shape \[32, 3\], .* it \[32, 2\]"),
         (lambda c, t: t.pop(A + ".weight_zero_point"), "the checkpoint has no model.layers.0.a.weight_zero_point"),
-        (lambda c, t: c["config_groups"]["group_0"]["weights"].update(symmetric=True), "a is symmetric in the config, but .*exists"),
+        (lambda c, t: weights(c).update(symmetric=True), "a is symmetric in the config, but .*exists"),
     ],
 )  # fmt: skip
 def test_llm_compressor_disagreements_are_named(edit: Edit, message: str) -> None:
@@ -518,19 +782,18 @@ def test_targets_by_regular_expression_and_inferred_strategy() -> None:
     for group, size in (("group_0", 32), ("group_1", -1)):
         groups[group]["weights"].update(strategy=None, group_size=size)
     stored = read(config, tensors)
-    assert [found.scheme.group_size for found in stored.values()] == [32, -1]
+    assert [found.scheme.weight.group_size for found in stored.values()] == [32, -1]
 
 
 def test_extra_config_by_regular_expression() -> None:
     """As auto-round writes them for patterns that a user gave."""
     config, tensors = write("auto_round", {A: scheme(4, 32), "model.layers.0.b": scheme(8, 32)}, [site(A), site("model.layers.0.b")])
     config["quantization_config"]["extra_config"] = {r".*\.b.*": {"bits": 8}}
-    assert [found.scheme.bits for found in read(config, tensors).values()] == [4, 8]
+    assert [found.scheme.weight.bits for found in read(config, tensors).values()] == [4, 8]
     config["quantization_config"]["block_name_to_quantize"] = ["model.layers"]
-    assert [found.scheme.bits for found in read(config, tensors).values()] == [4, 8]
+    assert [found.scheme.weight.bits for found in read(config, tensors).values()] == [4, 8]
 
 
 def test_packed_bytes_are_a_bit_string_along_in() -> None:
-    quantized = random_weight(scheme(5).weight, (32, 64))
-    packed = EXPORTERS["auto_round"].pack(site("x"), quantized)["x.qweight"]
-    assert torch.equal(packed, pack_bits(quantized.codes.t().contiguous(), 5, axis=0))
+    quantized = random_weight(scheme(5), (32, 64))
+    assert torch.equal(packed("auto_round", quantized)["x.qweight"], pack_bits(quantized.codes.t().contiguous(), 5, axis=0))

@@ -19,19 +19,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from conftest import ARCHITECTURES, chain_of, group_of, host_chain, save_model, values_of
+from conftest import ARCHITECTURES, chain_of, group_of, host_chain, plain_states, save_model, values_of
 from evenround.blocks import Block, Group
 from evenround.calls import BlockCall, embed
 from evenround.checkpoint import Checkpoint
 from evenround.config import TuneConfig
 from evenround.memory.simulate import SimulatedDevices, SimulatedTensor
 from evenround.model import Site, skeleton_from
-from evenround.numerics.integer import chunks
-from evenround.scheme import WeightScheme
-from evenround.tune import Samples, follow_sign, initial_state, step
+from evenround.numerics.grouping import chunks
+from evenround.scheme import Scheme, WeightScheme
+from evenround.tune import Samples, follow_sign, step
 
 GB = 10**9
-W4 = WeightScheme(bits=4, group_size=32)
+W4 = Scheme(weight=WeightScheme(bits=4, group_size=32))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ class Setup:
     module: nn.Module
     call: BlockCall
     name: str
-    sites: tuple[tuple[Site, WeightScheme], ...]
+    sites: tuple[tuple[Site, Scheme], ...]
     hidden: Tensor
 
     def fresh(self) -> "Setup":
@@ -92,7 +92,7 @@ def two_steps(setup: Setup, devices: Sequence[torch.device], placed: Mapping[str
     """Losses and tuned parameters after two optimizer steps of two micro-batches each."""
     losses = []
     with setup.group(devices, placed) as group:
-        states = [initial_state(block.weight(site), site, scheme, True) for block, site, scheme in group.sites]
+        states = plain_states(group, TuneConfig(momentum=0.8))
         for iteration in range(2):
             loss, pending = step(group, states, setup.samples(), range(4))
             follow_sign(group, pending, TuneConfig(iters=2, momentum=0.8), 1 - iteration / 2)
@@ -151,7 +151,7 @@ def test_the_peak_of_a_step_is_that_of_the_cpus_own_allocator(tmp_path: Path) ->
     setup = block_of("gpt2", tmp_path, tokens=64)
 
     def prepared(group: Group) -> Callable[[], object]:
-        states = [initial_state(block.weight(site), site, scheme) for block, site, scheme in group.sites]
+        states = plain_states(group)
         samples = setup.samples()
         return lambda: step(group, states, samples, range(4))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ARCHITECTURES, chain_of, group_of, host_chain, run_all, save_model, values_of
+from conftest import ARCHITECTURES, chain_of, group_of, host_chain, plain_states, run_all, save_model, values_of
 from evenround.blocks import Block
 from evenround.calls import BlockCall, embed
 from evenround.chains import HOST
@@ -15,12 +15,13 @@ from evenround.checkpoint import Checkpoint
 from evenround.config import TuneConfig
 from evenround.errors import UserError
 from evenround.model import Skeleton, skeleton_from
-from evenround.numerics.integer import QuantizedWeight, quantize
-from evenround.scheme import WeightScheme
-from evenround.tune import Draw, GroupResult, Samples, initial_state, squared_error, step, tune_block
-from evenround.tune import round_to_nearest as round_group
+from evenround.numerics.quantized import QuantizedWeight
+from evenround.numerics.weights import quantize
+from evenround.scheme import Scheme, WeightScheme
+from evenround.states import start_values, untuned
+from evenround.tune import Draw, GroupResult, Samples, float_outputs, squared_error, step, tune_block
 
-W3 = WeightScheme(bits=3, group_size=32)
+W3 = Scheme(weight=WeightScheme(bits=3, group_size=32))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def two_blocks(skeleton: Skeleton) -> Iterator[tuple[list[Block], torch.Tensor]]
         yield [make_block(skeleton, number, embedded.calls[number]) for number in range(2)], values_of(embedded.hidden)
 
 
-def make_block(skeleton: Skeleton, number: int, call: object, scheme: WeightScheme = W3) -> Block:
+def make_block(skeleton: Skeleton, number: int, call: object, scheme: Scheme = W3) -> Block:
     sites = tuple((site, scheme) for site in skeleton.sites if site.block == number)
     return Block(skeleton.block_names[number], skeleton.block(number), call, sites)  # type: ignore[arg-type]
 
@@ -52,7 +53,8 @@ def tune_towards(
     draw = Draw(len(hidden), config.batch_size * config.gradient_accumulate_steps, torch.Generator().manual_seed(1))
     outputs = host_chain(hidden.shape)
     with group_of(blocks, config.batch_size) as group:
-        result = tune_block(group, Samples(chain_of(hidden), chain_of(targets), mask), config, draw, outputs=outputs)
+        seen = float_outputs(group, chain_of(hidden), None, config, mask)
+        result = tune_block(group, Samples(chain_of(hidden), chain_of(targets), mask), config, draw, seen=seen, outputs=outputs)
     return result, values_of(outputs)
 
 
@@ -62,7 +64,7 @@ def tune(blocks: list[Block], hidden: torch.Tensor, config: TuneConfig, mask: to
 
 def round_to_nearest(blocks: list[Block]) -> dict[str, QuantizedWeight]:
     with group_of(blocks, 4) as group:
-        return round_group(group)
+        return untuned(group, start_values(group, TuneConfig(), {}), HOST)
 
 
 def gradients_of(
@@ -70,7 +72,7 @@ def gradients_of(
 ) -> tuple[float, dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """Loss of the untuned block, and for each site the gradients of V and of the clips."""
     with group_of([block], micro_batch) as group:
-        states = [initial_state(block.weight(site), site, scheme) for site, scheme in block.sites]
+        states = plain_states(group)
         loss, pending = step(group, states, samples, chosen)
     assert [site.state for site in pending] == states
     return loss, {site.state.site.name: site.state.gradients(site.total(HOST), clips=True) for site in pending}  # type: ignore[misc]
@@ -97,8 +99,8 @@ def test_losses_and_outputs_are_those_of_the_weights_given_back(two_blocks: tupl
     weights = {name: weight.dequantize() for name, weight in result.quantized.items()}
     assert torch.equal(outputs, run_all([block], hidden, 4, weights))
     assert result.tuned_loss == pytest.approx(float((outputs - targets).square().mean()), rel=1e-5)
-    untuned = run_all([block], hidden, 4, {name: weight.dequantize() for name, weight in round_to_nearest([block]).items()})
-    assert result.rtn_loss == pytest.approx(float((untuned - targets).square().mean()), rel=1e-5)
+    plain = run_all([block], hidden, 4, {name: weight.dequantize() for name, weight in round_to_nearest([block]).items()})
+    assert result.rtn_loss == pytest.approx(float((plain - targets).square().mean()), rel=1e-5)
 
 
 def test_the_same_seed_gives_the_same_codes(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
@@ -137,7 +139,7 @@ def test_one_step_moves_every_parameter_by_its_step_size(two_blocks: tuple[list[
         offset, low, high = gradients[site.name]
         offset = -0.02 * torch.sign(offset)
         low, high = (1 - 0.01 * torch.sign(clip) for clip in (low, high))
-        expected = quantize(block.weight(site), W3, offset, low.clamp(0, 1), high.clamp(0, 1))
+        expected = quantize(block.weight(site), W3.weight, offset, (low.clamp(0, 1), high.clamp(0, 1)))
         found = result.quantized[site.name]
         assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
 
@@ -198,8 +200,8 @@ def test_every_setting_changes_the_result(two_blocks: tuple[list[Block], torch.T
 
 def test_without_clip_tuning_scales_are_the_untuned_ones(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    result, untuned = tune([block], hidden, replace(CONFIG, minmax_tuning=False)), round_to_nearest([block])
-    assert all(torch.equal(result.quantized[name].scale, untuned[name].scale) for name in untuned)
+    result, plain = tune([block], hidden, replace(CONFIG, minmax_tuning=False)), round_to_nearest([block])
+    assert all(torch.equal(result.quantized[name].scale, plain[name].scale) for name in plain)
 
 
 def test_the_untuned_rounding_is_kept_when_tuning_does_not_help(two_blocks: tuple[list[Block], torch.Tensor]) -> None:
@@ -207,9 +209,9 @@ def test_the_untuned_rounding_is_kept_when_tuning_does_not_help(two_blocks: tupl
     config = TuneConfig(iters=2, batch_size=4, lr=5.0, minmax_lr=0.5, keep="last")
     result, outputs = tune_towards([block], hidden, run_all([block], hidden, 4), config)
     assert result.kept == "untuned" and "did not help model.layers.0" in result.notes[0]
-    untuned = round_to_nearest([block])
-    assert all(torch.equal(result.quantized[name].codes, untuned[name].codes) for name in untuned)
-    weights = {name: weight.dequantize() for name, weight in untuned.items()}
+    plain = round_to_nearest([block])
+    assert all(torch.equal(result.quantized[name].codes, plain[name].codes) for name in plain)
+    weights = {name: weight.dequantize() for name, weight in plain.items()}
     assert torch.equal(outputs, run_all([block], hidden, 4, weights))
 
 
@@ -228,14 +230,14 @@ def test_asymmetric_and_other_groups_tune_too(skeleton: Skeleton, two_blocks: tu
         WeightScheme(bits=4, group_size=-1),
         WeightScheme(bits=4, group_size=0),
     ):
-        other = make_block(skeleton, 0, block.call, scheme)
+        other = make_block(skeleton, 0, block.call, Scheme(weight=scheme))
         result = tune([other], hidden, CONFIG)
         assert result.tuned_loss is not None and result.tuned_loss < result.rtn_loss, scheme
 
 
 def test_a_ragged_last_group_tunes(skeleton: Skeleton, two_blocks: tuple[list[Block], torch.Tensor]) -> None:
     (block, _), hidden = two_blocks
-    result = tune([make_block(skeleton, 0, block.call, WeightScheme(bits=3, group_size=48))], hidden, CONFIG)
+    result = tune([make_block(skeleton, 0, block.call, Scheme(weight=WeightScheme(bits=3, group_size=48)))], hidden, CONFIG)
     assert result.tuned_loss is not None and result.tuned_loss < result.rtn_loss
     assert result.quantized["model.layers.0.self_attn.q_proj"].scale.shape == (64, 2)
 
@@ -266,9 +268,9 @@ def test_a_loss_that_is_not_finite_keeps_the_untuned_rounding(two_blocks: tuple[
     targets[:, 0] = 1e30  # finite, its square is not
     result, outputs = tune_towards([block], hidden, targets, CONFIG)
     assert result.kept == "untuned" and "loss inf at iteration 0" in result.notes[0]
-    untuned = round_to_nearest([block])
-    assert all(torch.equal(result.quantized[name].codes, untuned[name].codes) for name in untuned)
-    weights = {name: weight.dequantize() for name, weight in untuned.items()}
+    plain = round_to_nearest([block])
+    assert all(torch.equal(result.quantized[name].codes, plain[name].codes) for name in plain)
+    weights = {name: weight.dequantize() for name, weight in plain.items()}
     assert torch.equal(outputs, run_all([block], hidden, 4, weights))
 
 

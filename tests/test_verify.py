@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from conftest import ARCHITECTURES, save_model
 from evenround import UserError, quantize
 from evenround.checkpoint import Checkpoint
 from evenround.distance import far_codes, layer_error
-from evenround.numerics.integer import quantize as round_weight
+from evenround.numerics.grouping import to_groups
+from evenround.numerics.weights import quantize as round_weight
 from evenround.scheme import WeightScheme
 from evenround.verify import Verification, verify
 
@@ -42,7 +44,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(source: Path, folder: Path, **changes: Any) -> dict[str, object]:
-    return quantize(source, folder, **{"scheme": "W4A16G32", "iters": 0, "device_map": "cpu", **changes})
+    return quantize(source, folder, **{"scheme": "W4A16G32", "recipe": "rtn", "device_map": "cpu", **changes})
 
 
 @pytest.fixture(params=FORMATS)
@@ -120,6 +122,118 @@ def test_schemes_pass(source: Path, tmp_path: Path, changes: dict[str, Any]) -> 
     for form in FORMATS[:2]:
         result = verify(tmp_path / form, source)
         assert result.ok and result.layers, said(result)
+
+
+FLOATS = ["FP8_STATIC", "FPW8A16", "FP8_DYNAMIC", "INT8", "MXFP4", "MXFP8_RCEIL", "NVFP4", "MXINT4", "NVFP4A16"]
+WITH_TEXT = {"dataset": TOKENS, "seqlen": 16, "nsamples": 4, "batch_size": 2}
+
+
+@pytest.mark.parametrize("scheme", FLOATS)
+def test_float_schemes_pass(source: Path, tmp_path: Path, scheme: str) -> None:
+    for form in FORMATS:
+        try:
+            make(source, tmp_path / form, scheme=scheme, format=form, **WITH_TEXT)
+        except UserError as error:
+            assert f"use --format {'auto_round' if form == 'llm_compressor' else 'llm_compressor'}" in str(error)
+            continue
+        with_record = verify(tmp_path / form, source)
+        (tmp_path / form / "evenround.json").unlink()
+        for result in (with_record, *([verify(tmp_path / form, source)] if form != "fake" else ())):
+            assert result.ok, said(result)
+            assert result.layers and all(0 < layer.relative_rmse < 0.75 * layer.bound for layer in result.layers)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP4", "NVFP4"])
+def test_tuned_float_schemes_pass(tiny: Path, tmp_path: Path, scheme: str) -> None:
+    layers = {"layers.[123]": {"bits": 16}}
+    text = {"dataset": "demo", "seqlen": 16, "nsamples": 4, "batch_size": 2}
+    quantize(tiny, tmp_path, scheme=scheme, layer_config=layers, format="llm_compressor", iters=3, lr=0.2, keep="last", **text)  # type: ignore[arg-type]
+    result = verify(tmp_path, tiny)
+    assert result.ok and len(result.layers) == 7, said(result)
+    assert result.loss is not None and result.reference_loss is not None and abs(result.loss - result.reference_loss) < 0.3
+    overwrite(tmp_path, f"{Q0}.{'weight' if scheme == 'FP8_BLOCK' else 'weight_packed'}", lambda codes: flip(codes, 0x30))
+    assert "code(s) are not the original's weights" in said(verify(tmp_path, tiny))
+
+
+Q0 = "model.layers.0.self_attn.q_proj"
+
+
+def flip(tensor: Tensor, bits: int) -> None:
+    """Flip these bits of the sixth byte."""
+    tensor.view(torch.uint8).view(-1)[5].bitwise_xor_(bits)
+
+
+@pytest.fixture(scope="module")
+def floats(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("floats")
+    for scheme in ("FP8_STATIC", "MXFP4", "NVFP4", "INT8"):
+        make(source, folder / scheme, scheme=scheme, format="llm_compressor", **WITH_TEXT)
+    make(source, folder / "fake", scheme="FP8_STATIC", format="fake", **WITH_TEXT)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tensor", "change", "told"),
+    [
+        ("FP8_STATIC", "weight", lambda codes: codes.view(torch.uint8).view(-1)[3:5].fill_(0xFF), f"{Q}: 2 of 4096 codes are NaN"),
+        ("FP8_STATIC", "weight_scale", lambda scale: scale[2:4].neg_(), f"{Q}: 2 of 64 scales are negative"),
+        ("FP8_STATIC", "weight_scale", lambda scale: scale[2:4].mul_(torch.inf), f"{Q}: 2 scale(s) NaN or infinite, 0 zero, of 64"),
+        ("FP8_STATIC", "input_scale", lambda scale: scale.fill_(0), f"{Q}.input_scale: is 0, no positive number"),
+        ("MXFP4", "weight_scale", lambda scale: scale[0, :2].fill_(255), f"{Q}: 2 scale(s) NaN or infinite, 0 zero, of 128"),
+        ("NVFP4", "weight_scale", lambda scale: scale.view(torch.uint8)[0, :2].fill_(0x7F), f"{Q}: 2 scale(s) NaN or infinite"),
+        ("NVFP4", "weight_scale", lambda scale: scale.view(torch.uint8)[0, :2].fill_(0), f"{Q}: 0 scale(s) NaN or infinite, 2 zero"),
+        ("NVFP4", "input_global_scale", lambda scale: scale.fill_(torch.nan), f"{Q}.input_global_scale: is nan, no positive number"),
+        (
+            "NVFP4",
+            "weight_global_scale",
+            lambda scale: scale.mul_(2),
+            "another weight_global_scale than layers that servers run with it as one: k_",
+        ),
+        ("fake", "input_scale", lambda scale: scale.neg_(), f"{Q}.input_scale: is -"),
+    ],
+)
+def test_damaged_floats(floats: Path, tmp_path: Path, scheme: str, tensor: str, change: Callable[[Tensor], object], told: str) -> None:
+    folder = shutil.copytree(floats / scheme, tmp_path / scheme)
+    assert verify(folder).ok
+    overwrite(folder, f"{Q}.{tensor}", change)
+    assert told in said(verify(folder))
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("FP8_STATIC", 0x10), ("MXFP4", 0x02), ("NVFP4", 0x80), ("INT8", 0x08)])
+def test_a_flipped_bit_in_float_codes(floats: Path, source: Path, tmp_path: Path, scheme: str, bits: int) -> None:
+    folder = shutil.copytree(floats / scheme, tmp_path / scheme)
+    leaf = "weight" if scheme in ("FP8_STATIC", "INT8") else "weight_packed"
+    overwrite(folder, f"{Q}.{leaf}", lambda codes: flip(codes, bits))
+    assert verify(folder).ok, "it cannot be known without the original"
+    assert said(verify(folder, source)).startswith(f"{Q}: 1 code(s) are not the original's weights rounded to their grid")
+
+
+def test_codes_above_the_width(source: Path, tmp_path: Path) -> None:
+    make(source, tmp_path, scheme="INT4", format="llm_compressor")
+    overwrite(tmp_path, f"{Q}.weight", lambda codes: codes[0, :3].fill_(8))
+    assert f"{Q}: 3 of 4096 codes are above 15" in said(verify(tmp_path))
+
+
+def test_activations_of_the_record(floats: Path, tmp_path: Path) -> None:
+    for form in ("fake", "INT8"):
+        folder = shutil.copytree(floats / form, tmp_path / form)
+        changed = {"act_bits": 8, "act_group_size": -1, "act_sym": True, "act_data_type": "fp", "act_dynamic": True}
+        edit_json(folder / "evenround.json", lambda values, changed=changed: values["sites"][0]["scheme"].update(changed))
+        text = said(verify(folder))
+        if form == "fake":
+            assert f"{Q0}: has inputs A8 fp tensor static here, the record says A8 fp token" in text
+        else:
+            assert f"{Q0}: is W8 channel sym A8 int token here, the record says W8 channel sym A8 fp token" in text
+
+
+@pytest.mark.parametrize("scheme", ["W4A16G32", "NVFP4"])
+def test_a_quantized_tied_head_passes(source: Path, tmp_path: Path, scheme: str) -> None:
+    make(source, tmp_path, scheme=scheme, quant_lm_head=True, format="auto_round,llm_compressor,fake", **WITH_TEXT)
+    for form in FORMATS:
+        result = verify(tmp_path / form, source)
+        assert result.ok and [layer.name for layer in result.layers].count("lm_head") == 1, said(result)
+    overwrite(tmp_path / "fake", "model.embed_tokens.weight", lambda weight: weight[0, 0].add_(2**-7))
+    assert "model.embed_tokens.weight: is not quantized, and" in said(verify(tmp_path / "fake", source))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "opt", "phi"])
@@ -399,7 +513,7 @@ def test_every_rounding_is_within_the_bounds(bits: int, group: int, symmetric: b
     weight = torch.randn(24, 64, generator=random) * scale
     rows = 1 if group == 0 else 24 * 64 // (64 if group == -1 else group)
     offset = torch.rand(rows, 24 * 64 // rows, generator=random) - 0.5
-    tuned, plain = round_weight(weight, scheme, offset, clip, 1.0), round_weight(weight, scheme)
+    tuned, plain = round_weight(weight, scheme, offset, (clip, 1.0)), round_weight(weight, scheme)
     assert far_codes(tuned, weight, travel=0.5, exact=True) == 0
     assert far_codes(plain, weight, travel=0.0, exact=True) == 0
     error = layer_error("layer", scheme, plain.dequantize(), weight)
@@ -408,6 +522,43 @@ def test_every_rounding_is_within_the_bounds(bits: int, group: int, symmetric: b
     other = round_weight(torch.randn(24, 64, generator=random) * scale, scheme)
     swapped = layer_error("layer", scheme, other.dequantize(), weight)
     assert swapped.relative_rmse > swapped.bound or bits == 2
+
+
+FLOAT_SCHEMES = [
+    WeightScheme(bits=8, group_size=-1, dtype="fp"), WeightScheme(bits=8, group_size=0, dtype="fp"),
+    WeightScheme(bits=8, group_size=(16, 24), dtype="fp"), WeightScheme(bits=4, group_size=32, dtype="mx_fp"),
+    WeightScheme(bits=8, group_size=32, dtype="mx_fp"), WeightScheme(bits=4, group_size=32, dtype="mx_fp_rceil"),
+    WeightScheme(bits=4, group_size=32, dtype="mx_int"), WeightScheme(bits=4, group_size=16, dtype="nv_fp"),
+]  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(scheme=st.sampled_from(FLOAT_SCHEMES), clip=st.floats(0.7, 1.0), seed=st.integers(0, 2**32), scale=st.floats(1e-3, 1e3))
+def test_every_rounding_to_floats_is_within_the_bounds(scheme: WeightScheme, clip: float, seed: int, scale: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn(32, 96, generator=random) * scale
+    offset = torch.rand(to_groups(weight, scheme.group_size).shape, generator=random) - 0.5
+    tuned, plain = round_weight(weight, scheme, offset, (clip, 1.0)), round_weight(weight, scheme)
+    assert far_codes(tuned, weight, travel=0.5, exact=True) == 0
+    assert far_codes(plain, weight, travel=0.0, exact=True) == 0
+    error = layer_error("layer", scheme, plain.dequantize(), weight)
+    assert 0 < error.relative_rmse <= 0.75 * error.bound
+    other = round_weight(torch.randn(32, 96, generator=random) * scale, scheme)
+    swapped = layer_error("layer", scheme, other.dequantize(), weight)
+    assert swapped.relative_rmse > swapped.bound
+    damaged = plain.codes.clone()
+    damaged[3, 5] ^= 1 << scheme.bits - 1
+    expected = int(plain.codes[3, 5] & (1 << scheme.bits - 1) - 1 > 0)  # 0 has no other sign
+    assert far_codes(replace(plain, codes=damaged), weight, travel=0.0, exact=True) == expected
+
+
+def test_offsets_as_auto_round_adds_them() -> None:
+    scheme = WeightScheme(bits=8, group_size=-1, dtype="fp")
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    plain = round_weight(weight, scheme)
+    ratio = plain.dequantize() / plain.scales() + 0.4  # far more than a step of small numbers
+    moved = replace(plain, codes=ratio.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert far_codes(moved, weight, travel=0.5, exact=True, whole_steps=False) == 0 < far_codes(moved, weight, travel=0.5, exact=True)
 
 
 def test_a_layer_of_zeros() -> None:

@@ -4,27 +4,28 @@ All build the same `Job` as the command line; there is no other way in.
 """
 
 import functools
+import inspect
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import transformers
 from torch import nn
 
 from evenround.checkpoint import parse_size
-from evenround.config import RECIPES, ComputeDtype, DataConfig, DeviceConfig, DeviceWish, OutputConfig, tune_config
-from evenround.errors import UserError
+from evenround.config import RECIPES, ComputeDtype, DataConfig, DeviceConfig, DeviceWish, OutputConfig, mix_config, tune_config
+from evenround.errors import UserError, nearest
 from evenround.job import Job, Progress, plan_job
 from evenround.pipeline import run
-from evenround.scheme import Override, Scheme, SchemeRules, parse_layer_config, preset
+from evenround.rules import Override, SchemeRules, parse_layer_config
+from evenround.scheme import DEFAULT, Scheme, preset
 
 
-def scheme_from(scheme: str | Scheme, *, bits: int | None = None, group_size: int | None = None, sym: bool | None = None) -> Scheme:
-    """A preset name or a Scheme, with single fields set on top."""
+def scheme_from(scheme: str | Scheme, fields: Mapping[str, object]) -> Scheme:
+    """A preset name or a Scheme, with the fields that are not None (auto-round's names) set on top."""
     base = scheme if isinstance(scheme, Scheme) else preset(scheme)
-    fields = {"bits": bits, "group_size": group_size, "sym": sym}
     return Scheme.from_dict({key: value for key, value in fields.items() if value is not None}, base)
 
 
@@ -32,10 +33,18 @@ def request(
     model: str | Path,
     output_dir: str | Path = "./tmp_autoround",
     *,
-    scheme: str | Scheme = "W4A16",
+    scheme: str | Scheme | None = None,
     bits: int | None = None,
-    group_size: int | None = None,
+    group_size: int | str | tuple[int, int] | None = None,
     sym: bool | None = None,
+    data_type: str | None = None,
+    act_bits: int | None = None,
+    act_group_size: int | None = None,
+    act_sym: bool | None = None,
+    act_data_type: str | None = None,
+    act_dynamic: bool | None = None,
+    avg_bits: float | None = None,
+    options: str | Sequence[str] | None = None,
     layer_config: str | Mapping[str, Override] | None = None,
     ignore_layers: str | Sequence[str] = (),
     quant_lm_head: bool = False,
@@ -51,6 +60,8 @@ def request(
     keep: Literal["best", "last"] | None = None,
     enable_minmax_tuning: bool = True,
     enable_quanted_input: bool = True,
+    opt_rtn: bool | None = None,
+    enable_alg_ext: bool = False,
     nblocks: int = 1,
     dataset: object = None,
     seed: int = 42,
@@ -69,14 +80,25 @@ def request(
 ) -> tuple[Job, Progress | None]:
     """What `quantize` and `plan` are asked for.
 
-    Arguments are auto-round's; `recipe` gives those that are None (`auto-round`: upstream's own optimizer). `placement` forces a strategy,
-    or maps modules to numbers of devices. Raises `UserError` for any wrong input, with what to do next.
+    Arguments are auto-round's; `scheme` is W4A16 unless `avg_bits` and `options` are given; `recipe` gives those that are None
+    (`auto-round`: upstream's own optimizer). `placement` forces a strategy, or maps modules to numbers of devices. Raises `UserError` for any wrong input, with what to do next.
     """
+    fields = {
+        "bits": bits,
+        "group_size": group_size,
+        "sym": sym,
+        "data_type": data_type,
+        "act_bits": act_bits,
+        "act_group_size": act_group_size,
+        "act_sym": act_sym,
+        "act_data_type": act_data_type,
+        "act_dynamic": act_dynamic,
+    }
     job = Job(
         model=str(model),
         label=label,
         rules=SchemeRules(
-            default=scheme_from(scheme, bits=bits, group_size=group_size, sym=sym),
+            default=scheme_from(scheme or DEFAULT, fields),
             ignore_layers=_names(ignore_layers),
             layer_config=parse_layer_config(layer_config) if isinstance(layer_config, str) else dict(layer_config or {}),
             quant_lm_head=quant_lm_head,
@@ -92,9 +114,12 @@ def request(
             gradient_accumulate_steps=gradient_accumulate_steps,
             minmax_tuning=enable_minmax_tuning,
             quantized_inputs=enable_quanted_input,
+            opt_rtn=opt_rtn,
+            enable_alg_ext=enable_alg_ext,
             nblocks=nblocks,
             seed=seed,
         ),
+        mix=mix_config(avg_bits, options, {"scheme": scheme, **fields}),
         data=DataConfig(dataset=dataset, nsamples=RECIPES[recipe].nsamples if nsamples is None else nsamples, seqlen=seqlen),
         output=_output(output_dir, format, max_shard_size, overwrite),
         device=DeviceConfig(
@@ -165,77 +190,24 @@ class AutoRound:
     """auto-round's constructor and `quantize_and_save`, on Evenround's core.
 
     `model`: a directory or hub id, or a float transformers model in memory, which is saved to a temporary directory first (the job itself
-    streams from disk). Unknown arguments raise `TypeError`; auto-round drops them.
+    streams from disk). `settings`: arguments of `request`; unknown ones raise `TypeError`, auto-round drops them.
     """
 
     def __init__(
         self,
         model: str | Path | nn.Module,
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
-        scheme: str | Scheme = "W4A16",
-        *,
-        bits: int | None = None,
-        group_size: int | None = None,
-        sym: bool | None = None,
-        layer_config: str | Mapping[str, Override] | None = None,
-        ignore_layers: str | Sequence[str] = (),
-        quant_lm_head: bool = False,
-        dataset: object = None,
-        recipe: str = "default",
-        iters: int | None = None,
-        seqlen: int = 2048,
-        nsamples: int | None = None,
-        batch_size: int = 8,
-        gradient_accumulate_steps: int = 1,
-        lr: float | None = None,
-        minmax_lr: float | None = None,
-        momentum: float | None = None,
-        keep: Literal["best", "last"] | None = None,
-        enable_minmax_tuning: bool = True,
-        enable_quanted_input: bool = True,
-        nblocks: int = 1,
-        device_map: DeviceWish = "auto",
-        placement: str | Mapping[str, int | str] = "auto",
-        low_gpu_mem_usage: bool = False,
-        output_device: str | None = None,
-        enable_torch_compile: bool = False,
-        seed: int = 42,
-        trust_remote_code: bool = False,
+        scheme: str | Scheme | None = None,
+        **settings: Any,
     ) -> None:
         if isinstance(model, nn.Module) and tokenizer is None:
             raise UserError("AutoRound(model=<module>) needs tokenizer=: the checkpoint is saved with it")
+        allowed = inspect.signature(request).parameters.keys() - AT_SAVING
+        for name in settings:
+            if name not in allowed:
+                raise TypeError(f"AutoRound() has no argument {name!r}{nearest(name, sorted(allowed))}")
         self._model, self._tokenizer = model, tokenizer
-        self._quantize = functools.partial(
-            quantize,
-            scheme=scheme,
-            bits=bits,
-            group_size=group_size,
-            sym=sym,
-            layer_config=layer_config,
-            ignore_layers=ignore_layers,
-            quant_lm_head=quant_lm_head,
-            dataset=dataset,
-            recipe=recipe,
-            iters=iters,
-            seqlen=seqlen,
-            nsamples=nsamples,
-            batch_size=batch_size,
-            gradient_accumulate_steps=gradient_accumulate_steps,
-            lr=lr,
-            minmax_lr=minmax_lr,
-            momentum=momentum,
-            keep=keep,
-            enable_minmax_tuning=enable_minmax_tuning,
-            enable_quanted_input=enable_quanted_input,
-            nblocks=nblocks,
-            device_map=device_map,
-            placement=placement if isinstance(placement, str) else json.dumps(dict(placement)),
-            low_gpu_mem_usage=low_gpu_mem_usage,
-            output_device=output_device,
-            enable_torch_compile=enable_torch_compile,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-        )
+        self._settings = {"scheme": scheme, **settings}
 
     def quantize_and_save(
         self,
@@ -246,12 +218,17 @@ class AutoRound:
         overwrite: bool = False,
     ) -> dict[str, object]:
         """Quantize and write `output_dir` (one folder a format if there are several); returns the run record."""
-        run_on = functools.partial(self._quantize, output_dir=output_dir, format=format, max_shard_size=max_shard_size, overwrite=overwrite)
+        where: dict[str, Any] = {"format": format, "max_shard_size": max_shard_size, "overwrite": overwrite}
         model = self._model
         if not isinstance(model, nn.Module):
-            return run_on(model)
+            return quantize(model, output_dir, **self._settings, **where)
         with tempfile.TemporaryDirectory(prefix="evenround-") as folder:
             model.save_pretrained(folder)  # type: ignore[operator]
             assert self._tokenizer is not None
             self._tokenizer.save_pretrained(folder)
-            return run_on(folder, label=model.config.name_or_path or type(model).__name__)  # type: ignore[union-attr]
+            label = str(model.config.name_or_path or type(model).__name__)  # type: ignore[union-attr]
+            return quantize(folder, output_dir, **self._settings, **where, label=label)
+
+
+AT_SAVING = {"model", "scheme", "output_dir", "format", "max_shard_size", "overwrite", "label", "progress"}
+"""Arguments of `request` that are not settings of `AutoRound`."""

@@ -7,6 +7,7 @@ a replica of a block is nothing but other tensors for its parameters.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from evenround.memory.foreign import suspended
 from evenround.memory.place import Placement
 from evenround.memory.simulate import Category
 from evenround.model import Site, structure
-from evenround.scheme import WeightScheme
+from evenround.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Block:
     name: str
     module: nn.Module
     call: BlockCall
-    sites: tuple[tuple[Site, WeightScheme], ...]
+    sites: tuple[tuple[Site, Scheme], ...]
     """The weights to quantize in it."""
 
     def weight(self, site: Site) -> Tensor:
@@ -40,6 +41,9 @@ class Block:
 Weights = Mapping[str, Tensor]
 """Site name → weight `[out, in]` in the compute dtype, on the device where the site runs, to take the place of the block's own."""
 
+
+Intake = Callable[[Tensor], Tensor | None]
+"""Called with what enters a site, `[…, in]`; what it returns enters instead, unless None."""
 
 Function = Callable[[dict[str, Tensor], tuple[object, ...], dict[str, object]], object]
 """Calls a block with tensors in place of its parameters and buffers: (by name, positional, keyword arguments)."""
@@ -70,7 +74,7 @@ class Group:
         return self.blocks[0].name
 
     @property
-    def sites(self) -> list[tuple[Block, Site, WeightScheme]]:
+    def sites(self) -> list[tuple[Block, Site, Scheme]]:
         return [(block, site, scheme) for block in self.blocks for site, scheme in block.sites]
 
     def first_device(self, replica: int) -> torch.device:
@@ -81,26 +85,39 @@ class Group:
         """Where hidden states come out."""
         return self.place.device(self.blocks[-1].name, replica)
 
-    def forward(self, hidden: Tensor, samples: Sequence[int], replica: int, weights: Weights) -> Tensor:
-        """Output `[batch, tokens, hidden]` of the group for hidden states of the calibration samples `samples`."""
+    def forward(
+        self, hidden: Tensor, samples: Sequence[int], replica: int, weights: Weights, intakes: Mapping[str, Intake] = MappingProxyType({})
+    ) -> Tensor:
+        """Output `[batch, tokens, hidden]` of the group for hidden states of the calibration samples `samples`.
+
+        intakes: site name → what sees, or changes, its inputs.
+        """
         for number, block in enumerate(self.blocks):
             hidden = hidden.to(self.place.device(block.name, replica))
-            run = self._runner(number, samples, replica, weights)
+            run = self._runner(number, samples, replica, weights, intakes)
             if self.place.layout.recompute and torch.is_grad_enabled():
                 hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = run(hidden)
         return hidden
 
-    def _runner(self, number: int, samples: Sequence[int], replica: int, weights: Weights) -> Callable[[Tensor], Tensor]:
+    def _runner(
+        self, number: int, samples: Sequence[int], replica: int, weights: Weights, intakes: Mapping[str, Intake]
+    ) -> Callable[[Tensor], Tensor]:
         block, mine = self.blocks[number], self.replicas[replica]
-        swapped = dict(mine.others[number])
+        swapped, hooked = dict(mine.others[number]), dict[str, Intake]()
         for site, _ in block.sites:
+            if site.name in intakes:
+                hooked[site.name.removeprefix(block.name).removeprefix(".")] = intakes[site.name]
             weight = weights[site.name]
             swapped[site.parameter.removeprefix(block.name + ".")] = weight.t() if site.transposed else weight
 
+        # Compiled code does not notice hooks that come and go.
+        function = plain_function(block) if hooked else self.functions[number]
+
         def call(*args: object, **kwargs: object) -> object:
-            return self.functions[number](swapped, args, kwargs)
+            with _hooks(block.module, hooked):
+                return function(swapped, args, kwargs)
 
         def run(hidden: Tensor) -> Tensor:
             label: Category = "saved activations" if torch.is_grad_enabled() else "other"
@@ -109,7 +126,7 @@ class Group:
 
         return run
 
-    def spread(self, weights: Callable[[Block, Site, WeightScheme], Tensor]) -> list[dict[str, Tensor]]:
+    def spread(self, weights: Callable[[Block, Site, Scheme], Tensor]) -> list[dict[str, Tensor]]:
         """For each replica, `weights(block, site, scheme)` `[out, in]` of every site, where the site runs."""
         replicas: list[dict[str, Tensor]] = [{} for _ in self.replicas]
         for block, site, scheme in self.sites:
@@ -122,6 +139,34 @@ class Group:
         """The blocks' own weights for each replica: copies only where the site does not run where it is kept."""
         with self.place.label("weights"):
             return self.spread(lambda block, site, scheme: block.weight(site))
+
+
+@contextlib.contextmanager
+def _hooks(root: nn.Module, intakes: Mapping[str, Intake]) -> Iterator[None]:
+    """Inputs of these modules below `root` pass through their intake; after the transfers of the placement, whose hooks came first."""
+
+    def hook(intake: Intake) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            found = intake(args[0])
+            return args if found is None else (found, *args[1:])
+
+        return enter
+
+    handles = [root.get_submodule(path).register_forward_pre_hook(hook(intake)) for path, intake in intakes.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def plain_function(block: Block) -> Function:
+    """Calls the block, uncompiled."""
+
+    def call(swapped: dict[str, Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        return functional_call(block.module, swapped, args, kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -155,16 +200,14 @@ def _replicas(blocks: Sequence[Block], place: Placement, everything: bool) -> tu
 
 
 def _function(block: Block, place: Placement, compiled: Compiled | None) -> Function:
-    def call(swapped: dict[str, Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        return functional_call(block.module, swapped, args, kwargs)
-
+    call = plain_function(block)
     if compiled is None:
         return call
     # All tensors are passed, so one block's code serves every block of its structure; transfers are its own where it is cut.
     key = block.name if place.cuts(block.name, block.module) else structure(block.module)
     if key not in compiled:
         # dynamo counts what it compiles by code object, and gives up after 8: each structure gets one of its own.
-        call.__code__ = call.__code__.replace(co_name=f"block_structure_{len(compiled)}")
+        call.__code__ = call.__code__.replace(co_name=f"block_structure_{len(compiled)}")  # type: ignore[attr-defined]
         compiled[key] = torch.compile(call, dynamic=False)
     return compiled[key]
 

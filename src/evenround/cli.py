@@ -25,6 +25,7 @@ from evenround.pipeline import run
 from evenround.plan import NothingFits
 from evenround.plan_report import render_plan
 from evenround.report import render_show, render_verification, show
+from evenround.scheme import BITS_OF
 from evenround.tasks import check_tasks, run_tasks
 from evenround.terminal import Notes, TerminalProgress
 from evenround.verify import verify
@@ -38,11 +39,10 @@ DEVICES = (
 EVAL_DEVICES = "as for quantize; a model is spread over several"
 
 NOT_YET = (
-    "model_dtype platform num_hidden_layers debug_layer_num algorithm algorithms alg algs alg_config alg_configs schemes options avg_bits "
-    "target_bits disable_low_cpu_mem_usage low_cpu_mem_usage disable_torch_compile shared_layers "
-    "static_kv_dtype static_kv_granularity static_attention_dtype static_attention_granularity data_type dtype act_bits act_group_size "
-    "act_asym act_data_type act_dtype disable_act_dynamic super_bits super_group_size scale_dtype to_quant_block_names "
-    "enable_norm_bias_tuning enable_alg_ext enable_adam enable_lfq enable_neuqi enable_opt_rtn awq_duo_scaling awq_n_grid awq_seqlen "
+    "model_dtype platform num_hidden_layers debug_layer_num algorithm algorithms alg algs alg_config alg_configs "
+    "disable_low_cpu_mem_usage low_cpu_mem_usage disable_torch_compile shared_layers "
+    "static_kv_dtype static_kv_granularity static_attention_dtype static_attention_granularity super_bits super_group_size scale_dtype "
+    "to_quant_block_names enable_norm_bias_tuning enable_adam enable_lfq enable_neuqi awq_duo_scaling awq_n_grid awq_seqlen "
     "awq_smooth_batch_size awq_apply_clip awq_clip_as_init svdquant_rank rotation_type rotation_backend rotation_block_size r1 r2 r3 r4 "
     "ignore_scale_zp_bits enable_deterministic_algorithms model_free disable_model_free quant_nontext_module extra_data_dir template mllm "
     "eval_gen_kwargs fewshot_as_multiturn eval_task_by_task eval_backend vllm_args eval_model_dtype add_bos_token "
@@ -130,16 +130,24 @@ def _add_job(parser: _Parser) -> None:
     add("--recipe", default="default", help=f"values for what is not given: {', '.join(RECIPES)}")
     group = parser.add_argument_group("scheme")
     add = group.add_argument
-    add("--scheme", default="W4A16", help="preset, such as W4A16, W2A16G64, W3A16_ASYM")
+    add("--scheme", help="preset (default: W4A16), such as W4A16, W2A16G64, W3A16_ASYM, MXFP4, NVFP4, FP8_STATIC, INT8")
     add("--bits", "--bit", type=int, help="2 to 8, on top of the scheme")
-    add("--group_size", type=int, help="weights that share a scale; -1: per output channel; 0: per tensor")
+    add("--group_size", type=_group_size, help="weights that share a scale; -1: per output channel; 0: per tensor; 128,128: tiles of FP8")
     add("--asym", action="store_true", help="asymmetric, with a zero point per group")
+    add("--data_type", "--dtype", help=f"of weights: {', '.join(BITS_OF)}")
+    add("--act_bits", type=int, help="quantize what enters layers, too: 8 or 4 bits")
+    add("--act_group_size", type=int, help="values that share a scale; -1: per token; 0: the whole tensor")
+    add("--act_asym", action="store_true", help="asymmetric, for int")
+    add("--act_data_type", "--act_dtype", help="of activations (default: as the weights')")
+    add("--disable_act_dynamic", action="store_true", help="one scale for the tensor, from calibration")
+    add("--avg_bits", "--target_bits", type=float, help="choose a scheme for each layer: mean bits of a weight, scales counted")
+    add("--options", "--schemes", help="schemes to choose from, such as W2A16,W3A16,W4A16; BF16: left alone")
     add("--layer_config", help='JSON: name, substring or regex -> preset or fields, e.g. {"down_proj": {"bits": 8}}')
     add("--ignore_layers", "--fp_layers", default="", help="comma list of names, substrings or regexes left in floating point")
     add("--quant_lm_head", action="store_true", help="quantize the output head, too")
     group = parser.add_argument_group("tuning")
     add = group.add_argument
-    add("--iters", "--iter", type=int, help="steps per block; 0: round to nearest, no text needed (default: the recipe's)")
+    add("--iters", "--iter", type=int, help="steps per block; 0: round to nearest, with searched scales (default: the recipe's)")
     add("--batch_size", "--train_bs", "--bs", type=int, default=8, help="samples of one micro-step")
     add("--gradient_accumulate_steps", type=int, default=1, help="micro-steps per step")
     add("--lr", type=float, help="step size of the rounding offsets (default: 1 / iters, at most 0.01)")
@@ -150,8 +158,12 @@ def _add_job(parser: _Parser) -> None:
     add("--not_use_best_mse", action="store_true", help="the same as --keep last")
     add("--disable_quanted_input", action="store_true", help="tune each block on the float model's activations")
     add("--nblocks", type=int, default=1, help="consecutive blocks tuned together")
+    add("--disable_opt_rtn", action="store_true", help="with iters 0: plain rounding, without a search for scales")
+    add("--enable_opt_rtn", action="store_true", help="with iters 0: search for scales (this is how it is, unless the recipe is rtn)")
     add(
-        "--disable_opt_rtn", action="store_true", help="with iters 0: plain rounding; the only one there is yet, so iters 0 needs this flag"
+        "--enable_alg_ext",
+        action="store_true",
+        help="searched scales to begin with; all recipes but auto-round have them anyway",
     )
     add("--seed", type=int, default=42, help="decides rows, their order, everything random")
     group = parser.add_argument_group("calibration data")
@@ -235,13 +247,6 @@ def _request(options: argparse.Namespace, progress: Progress | None) -> tuple[Jo
         raise UserError(f"two models given: {options.model!r} and --model {options.model_flag!r}")
     if options.not_use_best_mse and options.keep == "best":
         raise UserError("--not_use_best_mse asks for the last iterate, --keep best for the best; give one")
-    rounds_only = options.iters == 0 or (options.iters is None and options.recipe == "rtn")
-    if rounds_only and not options.disable_opt_rtn:
-        raise UserError(
-            "--iters 0 without --disable_opt_rtn asks for rounding with a scale search, which is not implemented yet; add --disable_opt_rtn"
-        )
-    if options.disable_opt_rtn and not rounds_only:
-        raise UserError("--disable_opt_rtn is for --iters 0 and would change nothing here; leave it out")
     if options.disable_amp and options.compute_dtype not in ("auto", "float32"):
         raise UserError(f"--disable_amp asks for float32, --compute_dtype for {options.compute_dtype}; give one")
     return request(
@@ -251,6 +256,14 @@ def _request(options: argparse.Namespace, progress: Progress | None) -> tuple[Jo
         bits=options.bits,
         group_size=options.group_size,
         sym=False if options.asym else None,
+        data_type=options.data_type,
+        act_bits=options.act_bits,
+        act_group_size=options.act_group_size,
+        act_sym=False if options.act_asym else None,
+        act_data_type=options.act_data_type,
+        act_dynamic=False if options.disable_act_dynamic else None,
+        avg_bits=options.avg_bits,
+        options=options.options,
         layer_config=_text_of(options.layer_config),
         ignore_layers=options.ignore_layers,
         quant_lm_head=options.quant_lm_head,
@@ -266,6 +279,8 @@ def _request(options: argparse.Namespace, progress: Progress | None) -> tuple[Jo
         enable_minmax_tuning=not options.disable_minmax_tuning,
         keep="last" if options.not_use_best_mse else options.keep,
         enable_quanted_input=not options.disable_quanted_input,
+        opt_rtn=_either(options, "opt_rtn"),
+        enable_alg_ext=options.enable_alg_ext,
         nblocks=options.nblocks,
         dataset=options.dataset,
         seed=options.seed,
@@ -281,6 +296,20 @@ def _request(options: argparse.Namespace, progress: Progress | None) -> tuple[Jo
         trust_remote_code=_trusted(options),
         progress=progress,
     )
+
+
+def _either(options: argparse.Namespace, what: str) -> bool | None:
+    """`--enable_…` is True, `--disable_…` False, neither None. Raises `UserError` for both."""
+    on, off = vars(options)[f"enable_{what}"], vars(options)[f"disable_{what}"]
+    if on and off:
+        raise UserError(f"--enable_{what} and --disable_{what} contradict each other; give one")
+    return True if on else False if off else None
+
+
+def _group_size(text: str) -> int | tuple[int, ...]:
+    """`128`, `-1`, or `128,128`. Raises `ValueError`, which argparse turns into a message."""
+    sizes = tuple(int(part) for part in text.split(","))
+    return sizes[0] if len(sizes) == 1 else sizes
 
 
 def _tasks_of(options: argparse.Namespace) -> list[str]:

@@ -40,6 +40,10 @@ class TuneConfig:
     """Decay of the averaged gradient whose sign is followed; 0: the sign of each step's own gradient."""
     minmax_tuning: bool = True
     """Tune the clip factors of each group besides V."""
+    search_scales: bool = False
+    """Begin with scales that a search finds best for the inputs seen, instead of the range of the weights."""
+    clip_limit: float = 1.0
+    """Largest value of the clip factors."""
     keep: Literal["best", "last"] = "best"
     """Which iterate is kept: the one with the lowest mini-batch loss (auto-round's), or the last."""
     quantized_inputs: bool = True
@@ -60,6 +64,7 @@ class TuneConfig:
         _positive("--minmax_lr", self.minmax_lr)
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise UserError(f"--momentum {self.momentum!r} must be a number of at least 0 and below 1")
+        _positive("clip_limit", self.clip_limit)
         if self.keep not in ("best", "last"):
             raise UserError(f"keep {self.keep!r} must be 'best' or 'last' (--keep)")
 
@@ -86,6 +91,11 @@ class Recipe:
     """Step size of the clip factors as a share of that of V."""
     momentum: float = 0.8
     keep: Literal["best", "last"] = "last"
+    search_scales: bool = True
+    """Begin with searched scales, when there are steps."""
+    clip_limit: float = 2.0
+    opt_rtn: bool = True
+    """Search for scales when there are no steps."""
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
@@ -93,8 +103,9 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "default": Recipe(),
         "best": Recipe(iters=1000, nsamples=512),
         "light": Recipe(iters=50),
-        "rtn": Recipe(iters=0, nsamples=1),
-        "auto-round": Recipe(largest_lr=1.0, minmax_share=1.0, momentum=0.0, keep="best"),
+        "rtn": Recipe(iters=0, opt_rtn=False),
+        "opt-rtn": Recipe(iters=0),
+        "auto-round": Recipe(largest_lr=1.0, minmax_share=1.0, momentum=0.0, keep="best", search_scales=False, clip_limit=1.0),
     }
 )
 """auto-round's recipes by name, with our optimizer settings (docs/log.md: why); `auto-round` is upstream's default to the letter."""
@@ -112,6 +123,8 @@ def tune_config(
     gradient_accumulate_steps: int,
     minmax_tuning: bool,
     quantized_inputs: bool,
+    opt_rtn: bool | None,
+    enable_alg_ext: bool,
     nblocks: int,
     seed: int,
 ) -> TuneConfig:
@@ -120,6 +133,12 @@ def tune_config(
         raise UserError(f"no recipe {recipe!r} (--recipe){nearest(recipe, RECIPES) or '.'} Recipes: {', '.join(RECIPES)}")
     base = RECIPES[recipe]
     steps = base.iters if iters is None else iters
+    if opt_rtn is not None and steps:
+        flag = f"--{'enable' if opt_rtn else 'disable'}_opt_rtn"
+        raise UserError(f"{flag} is for --iters 0 and would change nothing with {steps}; leave it out")
+    if enable_alg_ext and not steps:
+        raise UserError("--enable_alg_ext is for tuning and would change nothing with --iters 0; leave it out")
+    search = base.search_scales or enable_alg_ext if steps else (base.opt_rtn if opt_rtn is None else opt_rtn)
     size = min(1 / max(1, steps), base.largest_lr) if lr is None else lr
     return TuneConfig(
         iters=steps,
@@ -129,11 +148,35 @@ def tune_config(
         minmax_lr=size * base.minmax_share if minmax_lr is None else minmax_lr,
         momentum=base.momentum if momentum is None else momentum,
         minmax_tuning=minmax_tuning,
+        search_scales=search,
+        clip_limit=max(base.clip_limit, 2.0) if enable_alg_ext else base.clip_limit,
         keep=base.keep if keep is None else keep,
         quantized_inputs=quantized_inputs,
         nblocks=nblocks,
         seed=seed,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixConfig:
+    """Schemes chosen for each layer under a mean number of bits."""
+
+    avg_bits: float
+    """Mean bits of a weight, scales counted, that is never exceeded."""
+    options: str
+    """Names of the schemes to choose from, with commas between them."""
+
+
+def mix_config(avg_bits: float | None, options: str | Sequence[str] | None, given: Mapping[str, object]) -> MixConfig | None:
+    """What `avg_bits` and `options` ask for; None where neither is there. `given`: the one scheme that was asked for, which contradicts."""
+    if avg_bits is None and options is None:
+        return None
+    if avg_bits is None or options is None:
+        raise UserError("--avg_bits and --options go together: a mean number of bits, and the schemes to choose from, such as W2A16,W4A16")
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(f"--{name} {value} is for one scheme, and --avg_bits chooses among --options; leave it out")
+    return MixConfig(avg_bits=avg_bits, options=options if isinstance(options, str) else ",".join(options))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

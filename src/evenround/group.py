@@ -17,9 +17,10 @@ from evenround.chains import HOST, Chain, Chains, Home
 from evenround.config import TuneConfig
 from evenround.memory.place import Layout, Placement
 from evenround.model import Reader, Skeleton
-from evenround.numerics.integer import QuantizedWeight
+from evenround.numerics.quantized import QuantizedWeight
 from evenround.scheme import Scheme
-from evenround.tune import GroupResult, Samples, float_outputs, round_to_nearest, tune_block
+from evenround.states import start_values, untuned, watched
+from evenround.tune import GroupResult, Samples, float_outputs, tune_block
 
 
 def group_names(skeleton: Skeleton, schemes: Mapping[str, Scheme | None], nblocks: int) -> list[tuple[str, ...]]:
@@ -67,7 +68,7 @@ class GroupJob:
             for site in self.skeleton.sites:
                 scheme = self.schemes[site.name]
                 if scheme is not None and (site.name == name or site.name.startswith(name + ".")):
-                    sites.append((site, scheme.weight))
+                    sites.append((site, scheme))
             made.append(Block(name, self.skeleton.model.get_submodule(name), call, tuple(sites)))
         return tuple(made)
 
@@ -98,7 +99,7 @@ def round_group(job: GroupJob, place: Placement, work: Work) -> dict[str, Quanti
     with place.label("weights"), job.skeleton.materialized(job.names, job.dtype, place.home, work.read):
         work.lap("load")
         with place.label("other"), on_devices(job.blocks(), place) as group:
-            quantized = round_to_nearest(group)
+            quantized = untuned(group, start_values(group, job.tune, {}), HOST)
             work.lap("tune")
             return quantized
 
@@ -124,21 +125,23 @@ def _tune_blocks(job: GroupJob, group: Group, chains: Chains, work: Work) -> tup
             return Chain.empty(inputs.shape, inputs.dtype, kept)
 
     targets = chains.float_inputs if chained and chains.float_inputs is not inputs else new_chain()
-    float_outputs(group, chains.float_inputs, targets, work.rehearse)
+    seen = float_outputs(group, chains.float_inputs, targets, job.tune, job.mask, work.rehearse)
     work.lap("reference")
     outputs = new_chain() if chained else None
     samples = Samples(inputs, targets, job.mask)
-    result = tune_block(group, samples, job.tune, work.draw, outputs=outputs, rehearse=work.rehearse, on_step=work.on_step)
+    result = tune_block(group, samples, job.tune, work.draw, seen=seen, outputs=outputs, rehearse=work.rehearse, on_step=work.on_step)
     work.lap("tune")
     return Chains(targets, outputs or targets), result
 
 
 def _tune_head(job: GroupJob, group: Group, chains: Chains, work: Work) -> tuple[None, GroupResult]:
     entering = {name: _head_inputs(job, group, chain, work) for name, chain in chains.tensors.items()}
+    watches = any(watched(scheme, job.tune) for _, _, scheme in group.sites)
+    seen = float_outputs(group, entering["float"], None, job.tune, job.mask, work.rehearse) if watches else {}
     work.lap("reference")
     inputs = entering.get("quantized", entering["float"]) if job.tune.quantized_inputs else entering["float"]
     samples = Samples(inputs, None, job.mask, entering["float"], group.float_weights())
-    result = tune_block(group, samples, job.tune, work.draw, rehearse=work.rehearse, on_step=work.on_step)
+    result = tune_block(group, samples, job.tune, work.draw, seen=seen, rehearse=work.rehearse, on_step=work.on_step)
     work.lap("tune")
     return None, result
 

@@ -1,5 +1,6 @@
 """What a user asks for, as one value, and what a job tells while it is done; the plan of a job, which needs no more than config.json."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +10,21 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from evenround.calibration import TokenRows
 from evenround.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from evenround.config import DataConfig, DeviceConfig, OutputConfig, TuneConfig, torch_dtype
+from evenround.config import DataConfig, DeviceConfig, MixConfig, OutputConfig, TuneConfig, torch_dtype
 from evenround.errors import UserError
 from evenround.export import Exporter, get_exporter
 from evenround.memory.devices import parse_devices, pick_compute_dtype
+from evenround.mixed import Measurement, Mixture, mixed_schemes, parse_options
 from evenround.model import Site, Skeleton, max_length, skeleton_from, skeleton_from_config
 from evenround.outlook import outlook
 from evenround.output import check_formats, output_specs
 from evenround.plan import Plan
 from evenround.record import BlockRecord
-from evenround.scheme import Scheme, SchemeRules, resolve_schemes
+from evenround.rules import SchemeRules, resolve_schemes
+from evenround.scheme import Scheme
+from evenround.states import needs_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,8 @@ class Job:
     data: DataConfig
     output: OutputConfig
     device: DeviceConfig = DeviceConfig()
+    mix: MixConfig | None = None
+    """Schemes are chosen, in place of the rules' default."""
     trust_remote_code: bool = False
 
 
@@ -97,11 +104,17 @@ def _common_dtype(skeleton: Skeleton) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def compute_dtype(job: Job, skeleton: Skeleton, device: torch.device, tell: Progress) -> torch.dtype:
+def compute_dtype(job: Job, skeleton: Skeleton, schemes: Mapping[str, Scheme | None], device: torch.device, tell: Progress) -> torch.dtype:
     """What the job computes in on `device`."""
-    source = _common_dtype(skeleton)
-    if job.tune.iters == 0:
+    _common_dtype(skeleton)
+    if not needs_text(schemes.values(), job.tune):
         return torch.float32  # nothing is run: weights are rounded as they are in the file
+    return measuring_dtype(job, skeleton, device, tell)
+
+
+def measuring_dtype(job: Job, skeleton: Skeleton, device: torch.device, tell: Progress) -> torch.dtype:
+    """What the model is run in on `device`."""
+    source = _common_dtype(skeleton)
     wish = None if job.device.compute_dtype == "auto" else torch_dtype(job.device.compute_dtype)
     chosen = pick_compute_dtype(wish, source, device)
     if torch.promote_types(source, chosen) != chosen:
@@ -110,13 +123,40 @@ def compute_dtype(job: Job, skeleton: Skeleton, device: torch.device, tell: Prog
     return chosen
 
 
-def formats_and_schemes(job: Job, skeleton: Skeleton) -> tuple[list[Exporter], Mapping[str, Scheme | None]]:
-    """The job's formats, and the scheme of every site. Raises `UserError` for what a format cannot hold."""
+Schemes = Mapping[str, Scheme | None]
+
+
+def formats_and_schemes(job: Job, skeleton: Skeleton, schemes: Schemes | None = None) -> tuple[list[Exporter], Schemes]:
+    """The job's formats, and the scheme of every site. Raises `UserError` for what a format cannot hold.
+
+    schemes: chosen ones, in place of those that the rules give.
+    """
     exporters = [get_exporter(name) for name in job.output.formats]
-    schemes = resolve_schemes(skeleton.sites, job.rules, ragged_groups=all(exporter.allows_ragged for exporter in exporters))
+    if schemes is None:
+        schemes = resolve_schemes(skeleton.sites, job.rules, ragged_groups=all(exporter.allows_ragged for exporter in exporters))
     exporters = [exporter.for_schemes(schemes) for exporter in exporters]
     check_formats(exporters, skeleton.sites, schemes)
     return exporters, schemes
+
+
+def mixture_of(job: Job, mix: MixConfig, skeleton: Skeleton, rows: TokenRows, dtype: torch.dtype, device: torch.device) -> Mixture:
+    """The schemes that `mix` asks for, from what quantizing each layer would cost on a part of the calibration text."""
+    exporters = [get_exporter(name) for name in job.output.formats]
+
+    def check(site: Site, scheme: Scheme) -> None:
+        for exporter in exporters:
+            exporter.check(site, scheme)
+
+    measurement = Measurement(tokens=rows.tokens, mask=rows.mask, dtype=dtype, device=device, store=None, seed=job.tune.seed)
+    ragged = all(exporter.allows_ragged for exporter in exporters)
+    options = parse_options(mix.options)
+    return mixed_schemes(skeleton, job.rules, options, mix.avg_bits, measurement, ragged_groups=ragged, check=check)
+
+
+def costliest(mix: MixConfig) -> Scheme:
+    """The option that takes most bits: what a plan assumes of every layer."""
+    schemes = [option for option in parse_options(mix.options) if option is not None]
+    return max(schemes, key=lambda scheme: scheme.weight.bits)
 
 
 def plan_job(job: Job, progress: Progress | None = None) -> Plan:
@@ -126,13 +166,18 @@ def plan_job(job: Job, progress: Progress | None = None) -> Plan:
     """
     machine = parse_devices(job.device.device, planning=True)
     skeleton = _skeleton(job)
+    if job.mix is not None:
+        job = dataclasses.replace(job, rules=dataclasses.replace(job.rules, default=costliest(job.mix)))
+        text = "schemes are chosen by measuring; planned as if every layer had {}, and without the memory of the measurement"
+        (progress or Silent()).note(text.format(job.rules.default.label))
     exporters, schemes = formats_and_schemes(job, skeleton)
     first = machine.devices[0]
-    dtype = compute_dtype(job, skeleton, first.where or torch.device(first.kind), progress or Silent())
+    dtype = compute_dtype(job, skeleton, schemes, first.where or torch.device(first.kind), progress or Silent())
     disk = sum(spec.nbytes for exporter in exporters for spec in output_specs(exporter, skeleton, schemes).values())
     length = min(job.data.seqlen, max_length(skeleton.config) or job.data.seqlen)
     rows = (torch.arange(length) + torch.arange(job.data.nsamples)[:, None]) % skeleton.config.get_text_config().vocab_size
-    plan = outlook(skeleton, schemes, job.tune, rows if job.tune.iters else None, None, dtype, machine, job.device, disk)
+    tokens = rows if needs_text(schemes.values(), job.tune) else None
+    plan = outlook(skeleton, schemes, job.tune, tokens, None, dtype, machine, job.device, disk)
     (progress or Silent()).plan(plan)
     return plan
 

@@ -2,13 +2,14 @@
 
 `UnpackedCheckpoint` looks like a floating point checkpoint whose quantized weights are multiplied out as they are read, so a skeleton over
 it, and whatever else reads plain weights, works on packed files, and no other quantizer's package is needed. Float checkpoints are loaded
-by transformers, which knows every architecture's renamings.
+by transformers, which knows every architecture's renamings. Where a checkpoint quantizes activations, hooks on its linear layers round what
+enters them, with the arithmetic that tuning used (`numerics.activations`).
 
-What we gave up: packed models do not save memory here; packed tensors of fused experts are not read yet.
+What we gave up: packed models save neither memory nor time here; packed tensors of fused experts are not read yet.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,15 +24,13 @@ from transformers.pytorch_utils import Conv1D
 
 from evenround.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorSpec
 from evenround.errors import UserError
-from evenround.export import StoredWeight, read_schemes
+from evenround.export import INPUT_LEAVES, StoredInput, StoredWeight, read_inputs, read_schemes
 from evenround.manifest import FOLDER
 from evenround.model import Skeleton, find_blocks, find_sites, first_line, load_config, map_names, parameters_on_meta, skeleton_from
+from evenround.numerics.activations import fake_quantize
+from evenround.scheme import ActivationScheme
 from evenround.tensorfile import file_size, load_json, read_range
 
-PACKED_LEAVES = frozenset(
-    ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-)
-"""Last parts of the names of tensors that stand for a quantized weight, in all formats that are read."""
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 
@@ -115,12 +114,8 @@ def linear_modules(model: nn.Module, tensors: Collection[str]) -> dict[str, str]
 def unpacked_checkpoint(checkpoint: Checkpoint, model: nn.Module, stored: Mapping[str, StoredWeight]) -> UnpackedCheckpoint:
     """`checkpoint` seen as a float one of `model`. Raises `UserError` when a packed weight is not one of the model's linear layers."""
     modules = dict(model.named_modules())
-    prefixes = {weight.prefix for weight in stored.values()}
-    specs = {}
-    for name, spec in checkpoint.specs.items():
-        prefix, _, leaf = name.rpartition(".")
-        if leaf not in PACKED_LEAVES or prefix not in prefixes:
-            specs[name] = spec
+    replaced = {tensor for weight in stored.values() for tensor in weight.tensors}
+    specs = {name: spec for name, spec in checkpoint.specs.items() if name not in replaced and name.rpartition(".")[2] not in INPUT_LEAVES}
     packed, transposed = {}, set()
     for name, weight in stored.items():
         module = modules.get(name)
@@ -144,6 +139,23 @@ def unpacked_checkpoint(checkpoint: Checkpoint, model: nn.Module, stored: Mappin
     )
 
 
+def quantize_inputs(model: nn.Module, inputs: Mapping[str, StoredInput], read: Callable[[str], Tensor]) -> None:
+    """From now on the modules that `inputs` names round what enters them. `read` gives the checkpoint's tensors: their calibrated scales.
+
+    Per-tensor dynamic scales are those of the batch at hand, as in every reader.
+    """
+    for name, wanted in inputs.items():
+        model.get_submodule(name).register_forward_pre_hook(_rounding(wanted.scheme, wanted.scale(read)))
+
+
+def _rounding(scheme: ActivationScheme, scale: Tensor | None) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def round_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        values, *rest = args
+        return fake_quantize(values, scheme, None if scale is None else scale.to(values.device)), *rest
+
+    return round_input
+
+
 def skeleton_of(model: nn.Module, checkpoint: Checkpoint) -> Skeleton:
     """The skeleton of `model` (from `empty_model`) over float or unpacked weights. Raises `UserError` for missing tensors."""
     names, tied = map_names(model, checkpoint)
@@ -154,12 +166,17 @@ def skeleton_of(model: nn.Module, checkpoint: Checkpoint) -> Skeleton:
 
 
 def open_model(path: Path, trust_remote_code: bool = False) -> Skeleton:
-    """The skeleton of a checkpoint, packed or not; reads headers only. Raises `UserError`."""
+    """The skeleton of a checkpoint, packed or not, with quantized activations where it has them; reads headers and scales of inputs only.
+
+    Raises `UserError`.
+    """
     config, checkpoint = read_config(path), Checkpoint.open(path)
     if not config.get("quantization_config"):
         return skeleton_from(path, checkpoint, trust_remote_code)
     model = empty_model(path, trust_remote_code)
-    stored = read_schemes(config, checkpoint.specs, checkpoint.read, linear_modules(model, checkpoint.names))
+    modules = linear_modules(model, checkpoint.names)
+    stored = read_schemes(config, checkpoint.specs, checkpoint.read, modules)
+    quantize_inputs(model, read_inputs(config, checkpoint.specs, modules, stored), checkpoint.read)
     return skeleton_of(model, unpacked_checkpoint(checkpoint, model, stored))
 
 

@@ -16,25 +16,27 @@ from torch import Tensor
 from evenround.blocks import Function
 from evenround.calibration import TokenRows, load_calibration
 from evenround.calls import embed
-from evenround.chains import Chain, Chains
+from evenround.chains import HOST, Chain, Chains
 from evenround.checkpoint import Checkpoint, CheckpointWriter, remove_checkpoint
-from evenround.config import OutputConfig, as_dict
+from evenround.config import MixConfig, OutputConfig, as_dict
 from evenround.errors import UserError
 from evenround.export import Exporter
 from evenround.group import GroupJob, Work, homes, round_group, tune_group
-from evenround.job import Job, Progress, Silent, compute_dtype, formats_and_schemes, locate
+from evenround.job import Job, Progress, Silent, compute_dtype, formats_and_schemes, locate, measuring_dtype, mixture_of
 from evenround.loading import load_tokenizer
 from evenround.manifest import Manifest, require_space
 from evenround.memory.devices import Machine, parse_devices, release_host_memory
 from evenround.memory.place import Layout, Placement
 from evenround.memory.stage import Stage, stage
+from evenround.mixed import Mixture
 from evenround.model import Site, Skeleton, max_length, skeleton_from
-from evenround.numerics.integer import QuantizedWeight
+from evenround.numerics.quantized import QuantizedWeight
 from evenround.outlook import group_jobs, outlook, replan
 from evenround.output import clear, exclusive, finish_checkpoint, output_specs, packed_specs, prepare
 from evenround.plan import Plan, describe, refusal
 from evenround.record import BlockRecord, total_seconds, versions
 from evenround.scheme import Scheme
+from evenround.states import needs_text
 from evenround.tune import Draw, GroupResult
 
 
@@ -62,6 +64,8 @@ class _Run:
     source: Path
     skeleton: Skeleton
     schemes: Mapping[str, Scheme | None]
+    mixture: Mixture | None
+    """By which the schemes were chosen."""
     rows: TokenRows | None
     formats: tuple[_Format, ...]
     machine: Machine
@@ -88,13 +92,20 @@ def _quantize(job: Job, tell: Progress, machine: Machine, devices: Stage) -> dic
     source = locate(job.model)
     checkpoint = Checkpoint.open(source)
     skeleton = skeleton_from(source, checkpoint, job.trust_remote_code)
-    exporters, schemes = formats_and_schemes(job, skeleton)
+    mixture, rows = None, None
+    if job.mix is not None:
+        rows = _calibration_rows(job, source, skeleton, tell)
+        mixture = _mixture(job, job.mix, skeleton, rows, devices, tell)
+    exporters, schemes = formats_and_schemes(job, skeleton, mixture.schemes if mixture else None)
     tell.schemes(skeleton.sites, schemes)
     for note in [note for exporter in exporters for note in exporter.cautions(schemes)]:
         tell.note(note)
 
-    dtype = compute_dtype(job, skeleton, devices.where[0], tell)
-    rows = _calibration_rows(job, source, skeleton, tell) if job.tune.iters else None
+    dtype = compute_dtype(job, skeleton, schemes, devices.where[0], tell)
+    if not needs_text(schemes.values(), job.tune):
+        rows = None
+    elif rows is None:
+        rows = _calibration_rows(job, source, skeleton, tell)
     settings = _settings(job, source, checkpoint, schemes, rows, dtype, devices.where[0])
     with exclusive(job.output.output_dir):
         finished = prepare(job.output, source, settings)
@@ -107,7 +118,20 @@ def _quantize(job: Job, tell: Progress, machine: Machine, devices: Stage) -> dic
         if fresh:
             clear(job.output)  # now that nothing is left that could refuse the job
         formats = _open_formats(job.output, exporters, skeleton, schemes)
-        return _work(_Run(job, source, skeleton, schemes, rows, formats, machine, devices, dtype, plan, tell), settings, manifest)
+        run = _Run(job, source, skeleton, schemes, mixture, rows, formats, machine, devices, dtype, plan, tell)
+        return _work(run, settings, manifest)
+
+
+def _mixture(job: Job, mix: MixConfig, skeleton: Skeleton, rows: TokenRows, devices: Stage, tell: Progress) -> Mixture:
+    """Measured on the first device, or on the host if that is too small."""
+    dtype = measuring_dtype(job, skeleton, devices.where[0], tell)
+    try:
+        return mixture_of(job, mix, skeleton, rows, dtype, devices.where[0])
+    except torch.OutOfMemoryError as error:
+        reason = str(error)
+    release_host_memory()
+    tell.note(f"what layers cost is measured on the host, as the first device ran out of memory ({reason})")
+    return mixture_of(job, mix, skeleton, rows, dtype, HOST)
 
 
 def _plan(
@@ -200,6 +224,7 @@ def _settings(
         "model": {"weights": checkpoint.fingerprint(), "files": _digest(source, job.trust_remote_code)},
         "schemes": {name: scheme.to_dict() if scheme else None for name, scheme in schemes.items()},
         "tune": as_dict(job.tune),
+        "mix": as_dict(job.mix) if job.mix else None,
         "data": {"rows": list(rows.tokens.shape), "sha256": rows.fingerprint, "from": rows.source} if rows else None,
         "formats": list(job.output.formats),
         "max_shard_size": job.output.max_shard_size,
@@ -390,8 +415,11 @@ def _write_group(tensors: Sequence[str], run: _Run, quantized: Mapping[str, Quan
                 write(form, name, tensor)
     clock.lap("write")
     for site in skeleton.sites:
-        for form in run.formats if site.name in quantized else ():
-            packed = form.exporter.pack(site, quantized[site.name])
+        scheme = run.schemes[site.name]
+        if scheme is None or site.name not in quantized:
+            continue
+        for form in run.formats:
+            packed = form.exporter.pack(site, quantized[site.name], scheme)
             clock.lap("pack")
             for name, tensor in packed.items():
                 write(form, name, tensor)
@@ -463,6 +491,7 @@ def _record(run: _Run, settings: Mapping[str, object], manifest: Manifest) -> di
         "source_bytes": skeleton.checkpoint.nbytes,
         "formats": sizes,
         "quantized_weights": weights,
+        "mixture": run.mixture.to_dict() if run.mixture else None,
         "sites": [_site_record(site, schemes[site.name]) for site in skeleton.sites],
         "calibration_notes": list(rows.notes) if rows else [],
         "plan": run.plan.to_dict(),

@@ -19,7 +19,8 @@ from evenround.chains import Chain, Chains
 from evenround.group import GroupJob, Work, homes, round_group, tune_group
 from evenround.memory.place import Layout, Placement
 from evenround.memory.simulate import SimulatedDevices
-from evenround.tune import REHEARSED, Samples, initial_state, micro_batch_error, tuned_weights
+from evenround.states import made_up_inputs, quantized_inputs, start_values
+from evenround.tune import REHEARSED, Samples, initial_states, micro_batch_error, tuned_weights
 
 UNLIMITED = 1 << 60
 
@@ -134,18 +135,20 @@ def profile(group: Rehearsed) -> Profile:
         blocks = job.blocks()
         roots = {block.name: block.module for block in blocks}
         with on_devices(blocks, place) as on, _tagging(roots, devices):
-            states = [initial_state(block.weight(site), site, scheme, job.tune.momentum > 0) for block, site, scheme in on.sites]
+            starts = start_values(on, job.tune, made_up_inputs(on, job.tune))
+            states = initial_states(on, starts, job.tune)
             leaves = tuned_weights(on, states, job.dtype)
             chain = Chain.empty((1, *group.shape[1:-1], job.width or group.shape[-1]), job.dtype, homes(layout, place.devices, 1, None))
             samples = Samples(chain, None if job.is_head else chain, job.mask, chain, on.float_weights())
-            error = micro_batch_error(on, samples, [0], 0, leaves[0], 1)
+            intakes = quantized_inputs(on, {name: start.input_scale for name, start in starts.items()})
+            error = micro_batch_error(on, samples, [0], 0, leaves[0], 1, intakes)
             kept = devices.held_by_tag("saved activations")
             for tag, count in devices.held_by_tag("transfers").items():
                 kept[tag] = kept.get(tag, 0) + count
             del error
         last = blocks[-1].name
         state = {
-            item.site.name: sum(_nbytes(tensor) for tensor in (*item.parameters, *item.averages, item.low, item.high)) for item in states
+            item.site.name: sum(_nbytes(tensor) for tensor in (*item.parameters, *item.averages, *item.start.limits)) for item in states
         }
         sites = {item.site.name: _nbytes(item.weight) for item in states}
         others = _others(roots, set(sites))

@@ -16,13 +16,13 @@ from rich.text import Text
 
 from evenround.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from evenround.errors import UserError, readable_bytes
-from evenround.export import read_schemes
+from evenround.export import format_of, read_schemes
 from evenround.export.base import are_strings
-from evenround.loading import PACKED_LEAVES, quant_method, read_config
+from evenround.loading import quant_method, read_config
 from evenround.manifest import FOLDER
 from evenround.record import RECORD, read_record
 from evenround.scheme import Scheme
-from evenround.verify import FORMATS, Verification
+from evenround.verify import Verification
 
 
 def show(path: Path) -> dict[str, Any]:
@@ -67,16 +67,13 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     config, files, record = read_config(path), Checkpoint.open(path), read_record(path)
     known, method, notes = _of_record(record or {}), quant_method(config), []
     architectures = config.get("architectures")
-    if method is None:
-        layers = _fake_layers(files, record or {})
-        name = "fake" if record else "float"
-    else:
-        name = FORMATS.get(method, method)
-        try:
-            layers = _packed_layers(config, files)
-        except UserError as error:
-            layers = []
-            notes.append(str(error))
+    name, layers = method or "float", list[_Layer]()
+    try:
+        found = format_of(config)
+        name = found if record or method else name
+        layers = _fake_layers(files, record or {}) if found == "fake" else _packed_layers(config, files)
+    except UserError as error:
+        notes.append(str(error))
     quantized = [layer for layer in layers if layer.scheme]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in quantized)
     schemes: dict[str, dict[str, int]] = {}
@@ -102,12 +99,8 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 def _packed_layers(config: Mapping[str, Any], files: Checkpoint) -> list[_Layer]:
     stored = read_schemes(config, files.specs, files.read)
-    sizes = dict.fromkeys((weight.prefix for weight in stored.values()), 0)
-    for name, spec in files.specs.items():
-        prefix, _, leaf = name.rpartition(".")
-        if leaf in PACKED_LEAVES and prefix in sizes:
-            sizes[prefix] += spec.nbytes
-    return [_Layer(name, weight.shape, Scheme(weight=weight.scheme), sizes[weight.prefix]) for name, weight in stored.items()]
+    sizes = {name: sum(files.specs[tensor].nbytes for tensor in weight.tensors) for name, weight in stored.items()}
+    return [_Layer(name, weight.shape, weight.scheme, sizes[name]) for name, weight in stored.items()]
 
 
 def _fake_layers(files: Checkpoint, record: Mapping[str, Any]) -> list[_Layer]:

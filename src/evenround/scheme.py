@@ -1,25 +1,56 @@
-"""Quantization schemes as values, and the rules that give each site its scheme.
+"""Quantization schemes as values: compared with `==` and handed on; nothing downstream asks a string what it ends with.
 
-A scheme is a frozen value, compared with `==` and handed on; nothing downstream asks a string what it ends with. The table
-`{site name: Scheme or None}` is complete and frozen before the first weight is read, so it can be printed, planned and fingerprinted.
-
-Integer weights are what tuning supports today. `Scheme.activation` and `WeightScheme.dtype` are where float formats and activation
-quantization enter; anything but the supported values is refused by name.
+Names of data types are auto-round's: `int`; `fp` (FP8 E4M3); `mx_fp`, `mx_int` (blocks of 32 with a power of two as scale; OCP
+Microscaling 1.0); `mx_fp_rceil` (the same with the exponent rounded up); `nv_fp` (FP4 in blocks of 16, E4M3 scales, one float32 scale).
 """
 
-import dataclasses
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 from evenround.errors import UserError, nearest
 
 PER_CHANNEL = -1
 PER_TENSOR = 0
 MIN_GROUP = 16
+MX_GROUP = 32
+NV_GROUP = 16
+
+DataType = Literal["int", "fp", "mx_fp", "mx_fp_rceil", "mx_int", "nv_fp"]
+
+FLOATING = 16
+"""Bits of what is not quantized."""
+
+BITS_OF: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {"int": tuple(range(2, 9)), "fp": (8,), "mx_fp": (4, 8), "mx_fp_rceil": (4, 8), "mx_int": (4,), "nv_fp": (4,)}
+)
+"""Widths that each data type comes in."""
+
+GROUP_OF: Mapping[str, int] = MappingProxyType({"mx_fp": MX_GROUP, "mx_fp_rceil": MX_GROUP, "mx_int": MX_GROUP, "nv_fp": NV_GROUP})
+"""The only group size of data types that have one."""
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "int_sym": "int", "fp8": "fp", "fp8_e4m3": "fp", "mx_fp4": "mx_fp", "mx_fp8": "mx_fp", "mx_fp4e2m1": "mx_fp", "mx_fp8e4m3": "mx_fp",
+        "mx_int4": "mx_int", "nv_fp4": "nv_fp", "nv_fp4_with_static_gs": "nv_fp", "mxfp": "mx_fp", "nvfp": "nv_fp",
+    }
+)  # fmt: skip
+"""Other names of data types in auto-round's configurations."""
+
+GroupSize = int | tuple[int, int]
+
+
+def _check_type(what: str, flag: str, dtype: object, bits: object) -> None:
+    if dtype not in BITS_OF:
+        hint = nearest(str(dtype), BITS_OF) or "."
+        raise UserError(f"{what} type {dtype!r} ({flag}data_type) is not known{hint} Types: {', '.join(BITS_OF)}")
+    allowed = BITS_OF[str(dtype)]
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in allowed:
+        kind = "" if dtype == "int" else f" for data type {dtype!r}"
+        wanted = "a whole number from 2 to 8" if dtype == "int" else " or ".join(map(str, allowed))
+        raise UserError(f"bits {bits!r} ({flag}bits) must be {wanted}{kind}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,53 +58,121 @@ class WeightScheme:
     """How one weight `[out, in]` is stored. Groups run along `in`."""
 
     bits: int
-    """2 to 8."""
-    group_size: int = 128
-    """Elements that share a scale; -1: one scale per output channel; 0: one for the whole tensor."""
+    """2 to 8 for `int`; see `BITS_OF`."""
+    group_size: GroupSize = 128
+    """Elements that share a scale; -1: one scale per output channel; 0: one for the whole tensor; (rows, columns): tiles, for `fp` only."""
     symmetric: bool = True
-    """True: full range with a signed scale, zero point 2^(bits-1). False: a zero point per group."""
-    dtype: Literal["int"] = "int"
+    """True: full range with a signed scale, zero point 2^(bits-1). False: a zero point per group (`int` only)."""
+    dtype: DataType = "int"
 
     def __post_init__(self) -> None:
-        if self.dtype != "int":
-            raise UserError(f"data type {self.dtype!r} (--data_type) is not supported yet; use 'int'")
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise UserError(f"bits {self.bits!r} (--bits) must be a whole number from 2 to 8")
-        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
-            raise UserError(f"group_size {self.group_size!r} (--group_size) must be a whole number")
-        if self.group_size not in (PER_CHANNEL, PER_TENSOR) and self.group_size < MIN_GROUP:
-            raise UserError(
-                f"group_size {self.group_size} (--group_size) must be at least {MIN_GROUP}, or -1 (one scale per output channel), "
-                "or 0 (one scale for the tensor)"
-            )
+        _check_type("data", "--", self.dtype, self.bits)
+        self._check_group()
         if not isinstance(self.symmetric, bool):
             raise UserError(f"sym {self.symmetric!r} must be true or false")
+        if not self.symmetric and self.dtype != "int":
+            raise UserError(f"data type {self.dtype!r} has no zero points; leave --asym out")
+
+    def _check_group(self) -> None:
+        size = self.group_size
+        if isinstance(size, tuple):
+            if self.dtype != "fp":
+                raise UserError(f"group_size {size} (--group_size): only data type 'fp' has tiles; give one number")
+            if len(size) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < MIN_GROUP for side in size):
+                raise UserError(f"group_size {size} (--group_size): a tile is two whole numbers of at least {MIN_GROUP}, such as 128,128")
+            return
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise UserError(f"group_size {size!r} (--group_size) must be a whole number")
+        if size != GROUP_OF.get(self.dtype, size):
+            raise UserError(f"group_size {size} (--group_size): data type {self.dtype!r} has groups of {GROUP_OF[self.dtype]} only")
+        if size not in (PER_CHANNEL, PER_TENSOR) and size < MIN_GROUP:
+            raise UserError(
+                f"group_size {size} (--group_size) must be at least {MIN_GROUP}, or -1 (one scale per output channel), "
+                "or 0 (one scale for the tensor)"
+            )
 
     def groups(self, in_features: int) -> int:
         """Number of groups along `in` for one output channel (1 for per channel and per tensor; a ragged last group counts)."""
-        return 1 if self.group_size in (PER_CHANNEL, PER_TENSOR) else -(-in_features // self.group_size)
+        size = self.group_size[1] if isinstance(self.group_size, tuple) else self.group_size
+        return 1 if size in (PER_CHANNEL, PER_TENSOR) else -(-in_features // size)
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of scales and zero points for a weight `[out, in]`: `[out, groups]`, or `[1, 1]` per tensor."""
+        """Shape of scales and zero points for a weight `[out, in]`: `[out, groups]`, `[1, 1]` per tensor, `[out / rows, in / columns]`."""
         out_features, in_features = shape
+        if isinstance(self.group_size, tuple):
+            return -(-out_features // self.group_size[0]), self.groups(in_features)
         return (1, 1) if self.group_size == PER_TENSOR else (out_features, self.groups(in_features))
+
+    def stored_bits(self, shape: tuple[int, int]) -> int:
+        """Bits that a weight `[out, in]` takes with its scales: `int` 16 each and `bits` a zero point, `mx` and `nv` 8, `fp` 32."""
+        rows, columns = self.scale_shape(shape)
+        each = {"int": 16 if self.symmetric else 16 + self.bits, "fp": 32}.get(self.dtype, 8)
+        return self.bits * shape[0] * shape[1] + rows * columns * each + (32 if self.dtype == "nv_fp" else 0)
 
     @property
     def label(self) -> str:
-        """Short name for tables: `W4 g128 sym`."""
-        group = {PER_CHANNEL: "channel", PER_TENSOR: "tensor"}.get(self.group_size, f"g{self.group_size}")
-        return f"W{self.bits} {group} {'sym' if self.symmetric else 'asym'}"
+        """Short name for tables: `W4 g128 sym`, `MXFP4`, `FP8 128x128`."""
+        if self.dtype in GROUP_OF:
+            family, _, rule = self.dtype.upper().replace("_", "", 1).partition("_")
+            return f"{family}{self.bits}{' ' + rule.lower() if rule else ''}"
+        group = _group_label(self.group_size, "channel")
+        return f"FP8 {group}" if self.dtype == "fp" else f"W{self.bits} {group} {'sym' if self.symmetric else 'asym'}"
+
+
+def _group_label(size: GroupSize, channel: str) -> str:
+    if isinstance(size, tuple):
+        return f"{size[0]}x{size[1]}"
+    return {PER_CHANNEL: channel, PER_TENSOR: "tensor"}.get(size, f"g{size}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationScheme:
-    """How a site's input is quantized. Only 16 bits (not quantized) is supported today."""
+    """How a site's input `[…, in]` is quantized."""
 
-    bits: int = 16
+    bits: int = FLOATING
+    """16: it is not."""
+    group_size: int = PER_CHANNEL
+    """Elements along `in` that share a scale; -1: one scale per token; 0: one for the whole tensor."""
+    symmetric: bool = True
+    dtype: DataType = "fp"
+    dynamic: bool = True
+    """Scales come from the values themselves; False: one for the tensor, from calibration. `nv_fp` has both, block and global scales."""
 
     def __post_init__(self) -> None:
-        if self.bits != 16:
-            raise UserError(f"act_bits {self.bits} (--act_bits) is not supported yet; only 16 (activations are left alone)")
+        if self.bits == FLOATING:
+            if (self.group_size, self.symmetric, self.dtype, self.dynamic) != (PER_CHANNEL, True, "fp", True):
+                raise UserError("act_bits 16 (--act_bits) leaves activations alone: give 8 or 4 bits, or leave the other --act_ flags out")
+            return
+        _check_type("activation data", "--act_", self.dtype, self.bits)
+        size = self.group_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < PER_CHANNEL:
+            raise UserError(f"act_group_size {size!r} (--act_group_size) must be -1 (per token), 0 (per tensor), or the size of a group")
+        if size != GROUP_OF.get(self.dtype, size):
+            raise UserError(f"act_group_size {size} (--act_group_size): data type {self.dtype!r} has groups of {GROUP_OF[self.dtype]} only")
+        if not isinstance(self.symmetric, bool) or not isinstance(self.dynamic, bool):
+            raise UserError(f"act_sym {self.symmetric!r} and act_dynamic {self.dynamic!r} must be true or false")
+        if not self.symmetric and self.dtype != "int":
+            raise UserError(f"activation data type {self.dtype!r} has no zero points; leave --act_asym out")
+        if not self.dynamic and (size != PER_TENSOR or not self.symmetric):
+            raise UserError("static activations (--disable_act_dynamic) have one symmetric scale: --act_group_size 0, no --act_asym")
+
+    @property
+    def quantized(self) -> bool:
+        return self.bits < FLOATING
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a scale comes from calibration."""
+        return self.quantized and (not self.dynamic or self.dtype == "nv_fp")
+
+    @property
+    def label(self) -> str:
+        """Short name for tables: `A8 token`, `A8 tensor static`, `A4 mx_fp`."""
+        if self.dtype in GROUP_OF:
+            return f"A{self.bits} {self.dtype}"
+        kind = "int" if self.dtype == "int" else "fp"
+        marks = f"{'' if self.symmetric else ' asym'}{'' if self.dynamic else ' static'}"
+        return f"A{self.bits} {kind} {_group_label(self.group_size, 'token')}{marks}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,36 +184,91 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """Short name for tables, the weight's."""
-        return self.weight.label
+        """Short name for tables: the weight's, and the activation's where it is quantized."""
+        return f"{self.weight.label} {self.activation.label}" if self.activation.quantized else self.weight.label
 
     def to_dict(self) -> dict[str, object]:
-        """JSON form under auto-round's field names (`bits`, `group_size`, `sym`, `data_type`, `act_bits`)."""
-        weight = self.weight
-        return {
+        """JSON form under auto-round's field names (see `FIELDS`); `act_` fields but `act_bits` only where activations are quantized."""
+        weight, activation = self.weight, self.activation
+        fields: dict[str, object] = {
             "bits": weight.bits,
-            "group_size": weight.group_size,
+            "group_size": list(weight.group_size) if isinstance(weight.group_size, tuple) else weight.group_size,
             "sym": weight.symmetric,
             "data_type": weight.dtype,
-            "act_bits": self.activation.bits,
+            "act_bits": activation.bits,
         }
+        if activation.quantized:
+            fields |= {
+                "act_group_size": activation.group_size,
+                "act_sym": activation.symmetric,
+                "act_data_type": activation.dtype,
+                "act_dynamic": activation.dynamic,
+            }
+        return fields
 
     @staticmethod
     def from_dict(fields: Mapping[str, object], base: "Scheme | None" = None) -> "Scheme":
-        """The scheme with `fields` (auto-round's names) on top of `base`; an unknown field is an error with the nearest name."""
-        known = {"bits": 4, "group_size": 128, "sym": True, "data_type": "int", "act_bits": 16}
-        merged = dict(base.to_dict()) if base else dict(known)
-        for key, value in fields.items():
-            if key not in known:
-                raise UserError(f"unknown scheme field {key!r}{nearest(key, known) or '.'} Fields: {', '.join(known)}")
-            merged[key] = value
+        """The scheme with `fields` (auto-round's names) on top of `base`; an unknown field is an error with the nearest name.
+
+        Another data type brings its own group size and width where `fields` do not say, and activations are quantized as weights are
+        where only `act_bits` says that they are.
+        """
+        for key in fields:
+            if key not in FIELDS:
+                raise UserError(f"unknown scheme field {key!r}{nearest(key, FIELDS) or '.'} Fields: {', '.join(FIELDS)}")
+        given = {key: _plain(key, value) for key, value in fields.items()}
+        merged = {**(base or DEFAULT).to_dict(), **given}
+        dtype = merged["data_type"]
+        if "group_size" not in given and base is not None and dtype != base.weight.dtype:
+            merged["group_size"] = GROUP_OF.get(str(dtype), DEFAULT.weight.group_size if dtype == "int" else PER_CHANNEL)
+        if "bits" not in given and len(BITS_OF.get(str(dtype), ())) == 1:
+            merged["bits"] = BITS_OF[str(dtype)][0]
+        if dtype != "int" and "sym" not in given:
+            merged["sym"] = True
+        size = merged["group_size"]
         weight = WeightScheme(
             bits=merged["bits"],  # type: ignore[arg-type]
-            group_size=merged["group_size"],  # type: ignore[arg-type]
+            group_size=tuple(size) if isinstance(size, list) else size,  # type: ignore[arg-type]
             symmetric=merged["sym"],  # type: ignore[arg-type]
-            dtype=merged["data_type"],  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
         )
-        return Scheme(weight=weight, activation=ActivationScheme(bits=merged["act_bits"]))  # type: ignore[arg-type]
+        return Scheme(weight=weight, activation=_activation(given, merged, weight))
+
+
+DEFAULT = Scheme(weight=WeightScheme(bits=4))
+FIELDS = ("bits", "group_size", "sym", "data_type", "act_bits", "act_group_size", "act_sym", "act_data_type", "act_dynamic")
+"""Fields of a scheme under auto-round's names."""
+
+
+def _plain(key: str, value: object) -> object:
+    """A field's value under our names of data types; tiles written `128,128` as a list."""
+    if key.endswith("data_type") and isinstance(value, str):
+        return ALIASES.get(value.lower(), value.lower())
+    if key == "group_size" and isinstance(value, str) and re.fullmatch(r"\s*\d+\s*,\s*\d+\s*", value):
+        return [int(side) for side in value.split(",")]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _activation(given: Mapping[str, object], merged: dict[str, object], weight: WeightScheme) -> ActivationScheme:
+    if given.get("act_data_type") == "float":
+        merged["act_bits"] = FLOATING
+    if merged["act_bits"] is None or merged["act_bits"] == FLOATING:
+        asked = {key: given[key] for key in FIELDS[5:] if key in given and given[key] not in ("float", None)}
+        if asked and "act_bits" not in given:
+            raise UserError(f"{', '.join(f'--{key} {value}' for key, value in asked.items())} change nothing without --act_bits 8 or 4")
+        return ActivationScheme()
+    dtype = str(merged.get("act_data_type") or weight.dtype)
+    dynamic = merged.get("act_dynamic", True)
+    size = merged.get("act_group_size")
+    if size is None:
+        size = GROUP_OF.get(dtype, PER_TENSOR if dynamic is False else PER_CHANNEL)
+    return ActivationScheme(
+        bits=merged["act_bits"],  # type: ignore[arg-type]
+        group_size=size,  # type: ignore[arg-type]
+        symmetric=merged.get("act_sym", True),  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
+        dynamic=True if dynamic is None else dynamic,  # type: ignore[arg-type]
+    )
 
 
 def _presets() -> dict[str, Scheme]:
@@ -123,16 +277,35 @@ def _presets() -> dict[str, Scheme]:
         for suffix, group in (("", 128), ("G64", 64), ("G32", 32)):
             table[f"W{bits}A16{suffix}"] = Scheme(weight=WeightScheme(bits=bits, group_size=group))
         table[f"W{bits}A16_ASYM"] = Scheme(weight=WeightScheme(bits=bits, symmetric=False))
+    for bits in (4, 8):
+        mx = WeightScheme(bits=bits, group_size=MX_GROUP, dtype="mx_fp")
+        table[f"MXFP{bits}"] = Scheme(weight=mx, activation=ActivationScheme(bits=bits, group_size=MX_GROUP, dtype="mx_fp"))
+        table[f"MXFP{bits}_RCEIL"] = Scheme(weight=mx, activation=ActivationScheme(bits=bits, group_size=MX_GROUP, dtype="mx_fp_rceil"))
+        table[f"MXFP{bits}A16"] = Scheme(weight=mx)
+        channel = WeightScheme(bits=bits, group_size=PER_CHANNEL)
+        table[f"INT{bits}"] = Scheme(weight=channel, activation=ActivationScheme(bits=bits, dtype="int"))
+    mx_int = WeightScheme(bits=4, group_size=MX_GROUP, dtype="mx_int")
+    table["MXINT4"] = Scheme(weight=mx_int, activation=ActivationScheme(bits=4, group_size=MX_GROUP, dtype="mx_int"))
+    nv = WeightScheme(bits=4, group_size=NV_GROUP, dtype="nv_fp")
+    table["NVFP4"] = Scheme(weight=nv, activation=ActivationScheme(bits=4, group_size=NV_GROUP, dtype="nv_fp"))
+    table["NVFP4A16"] = Scheme(weight=nv)
+    channel = WeightScheme(bits=8, group_size=PER_CHANNEL, dtype="fp")
+    table["FPW8A16"] = Scheme(weight=WeightScheme(bits=8, group_size=PER_TENSOR, dtype="fp"))
+    table["FP8_STATIC"] = Scheme(weight=channel, activation=ActivationScheme(bits=8, group_size=PER_TENSOR, dynamic=False))
+    table["FP8_DYNAMIC"] = Scheme(weight=channel, activation=ActivationScheme(bits=8))
+    tiles = WeightScheme(bits=8, group_size=(128, 128), dtype="fp")
+    table["FP8_BLOCK"] = Scheme(weight=tiles, activation=ActivationScheme(bits=8, group_size=128))
+    table["INT8_W8A8"] = table["INT8"]
     return table
 
 
 PRESETS: Mapping[str, Scheme] = MappingProxyType(_presets())
-"""auto-round's preset names (and llm-compressor's `_ASYM`): integer, group 128 unless the name says otherwise."""
+"""auto-round's preset names (and llm-compressor's `_ASYM`, `FP8_DYNAMIC`, `MXFP4A16`, `NVFP4A16`)."""
 
-NOT_YET = (
-    "MXFP4", "MXFP4_RCEIL", "MXFP6", "MXFP8", "MXFP8_RCEIL", "MXINT4", "NVFP4", "NVFP4_E5M3", "FPW8A16", "FP8_BLOCK", "FP8_STATIC",
-    "FP8_DYNAMIC", "INT8", "INT8_W8A8", "INT4", "BF16", "W4A16_MIXED",
-)  # fmt: skip
+FLOAT_NAMES = ("BF16", "FP16", "FP32")
+"""Scheme names of layers that stay in floating point."""
+
+NOT_YET = ("MXFP6", "NVFP4_E5M3", "W4A16_MIXED")
 
 
 def preset(name: str, place: str = "--scheme") -> Scheme:
@@ -141,153 +314,8 @@ def preset(name: str, place: str = "--scheme") -> Scheme:
     for known, scheme in PRESETS.items():
         if folded in (known, known.replace("A16G", "A16_G")):
             return scheme
+    if folded in FLOAT_NAMES:
+        raise UserError(f"scheme {name!r} ({place}) quantizes nothing; leave layers out with --ignore_layers, or name it in --layer_config")
     if folded in NOT_YET or folded.startswith("GGUF"):
-        raise UserError(f"scheme {name!r} ({place}) is not implemented yet; integer weight-only schemes are: {', '.join(PRESETS)}")
+        raise UserError(f"scheme {name!r} ({place}) is not implemented yet; schemes are: {', '.join(PRESETS)}")
     raise UserError(f"no scheme {name!r} ({place}){nearest(name, PRESETS) or '.'} Schemes: {', '.join(PRESETS)}")
-
-
-class SiteLike(Protocol):
-    """What the rules need to know of a site."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def is_head(self) -> bool: ...
-
-
-Override = str | Mapping[str, object] | Scheme
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchemeRules:
-    """What the user asked for, before it meets a model."""
-
-    default: Scheme
-    ignore_layers: tuple[str, ...] = ()
-    """Names, substrings or regular expressions of sites that stay in floating point (see `select`)."""
-    layer_config: Mapping[str, Override] = dataclasses.field(default_factory=dict)
-    """Name, substring or regular expression → preset name, fields on top of the default, or a Scheme. A later entry wins;
-    an exact name wins over a pattern."""
-    quant_lm_head: bool = False
-
-
-def parse_layer_config(text: str) -> dict[str, Override]:
-    """`--layer_config`: JSON, or auto-round's loose form `{mlp.down_proj:{bits:8,group_size:32},k_proj:W8A16}`."""
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError:
-        quoted = re.sub(r"(?<![\"'\w.*\\^$|()\[\]+?-])([\w.*\\^$|()\[\]+?-]+)(?=\s*[:,}])", _quote_bare_word, text.replace("'", '"'))
-        try:
-            parsed = json.loads(quoted)
-        except json.JSONDecodeError as error:
-            near = quoted[error.pos : error.pos + 20]  # a position would be one in the quoted text
-            raise UserError(
-                f"layer_config {text!r} (--layer_config) cannot be read: {error.msg} {f'near {near!r}' if near else 'at its end'}; "
-                'write JSON such as {"mlp.down_proj": {"bits": 8}, "k_proj": "W8A16"}'
-            ) from None
-    if not isinstance(parsed, dict):
-        raise UserError(f"layer_config {text!r} (--layer_config) must be an object: name or pattern → scheme")
-    return parsed
-
-
-def _quote_bare_word(match: re.Match[str]) -> str:
-    word = match.group(1)
-    if word.lower() in ("true", "false", "null"):
-        return word.lower()
-    return word if re.fullmatch(r"-?\d+(\.\d+)?", word) else json.dumps(word)
-
-
-def select(pattern: str, names: Sequence[str]) -> frozenset[str]:
-    """The names that `pattern` stands for: itself if it is one, else all that contain it, else all in which it is found as a regex.
-
-    A number at its end is a whole number: `layers.1` is not in `layers.10`. After `re:` stands a regular expression that must match from a
-    name's start. Raises `re.error`.
-    """
-    if pattern.startswith("re:"):
-        return frozenset(name for name in names if re.match(pattern[3:], name))
-    if pattern in names:
-        return frozenset([pattern])
-    contained = re.escape(pattern) + (r"(?!\d)" if pattern[-1:].isdigit() else "")
-    return frozenset(name for name in names if re.search(contained, name)) or frozenset(name for name in names if re.search(pattern, name))
-
-
-def resolve_schemes(sites: Iterable[SiteLike], rules: SchemeRules, *, ragged_groups: bool = False) -> Mapping[str, Scheme | None]:
-    """The frozen table `{site name: Scheme, or None for floating point}`, in site order.
-
-    `ragged_groups`: accept a group size that does not divide `in` (only `fake` can hold the ragged last group).
-    ignore_layers wins over layer_config. Raises `UserError` for a pattern that matches no site, an unknown scheme or field, groups that do
-    not divide a width, and an output head that is named but not to be quantized.
-    """
-    sites = list(sites)
-    names = [site.name for site in sites]
-    if rules.quant_lm_head and not any(site.is_head for site in sites):
-        raise UserError("--quant_lm_head: this model has no output head that can be quantized; leave the flag out")
-    ignored = {name for pattern in rules.ignore_layers for name in _selected("--ignore_layers", pattern, names)}
-    overrides = _overrides(sites, rules)
-    table: dict[str, Scheme | None] = {}
-    for site in sites:
-        left_alone = site.name in ignored or (site.is_head and not rules.quant_lm_head)
-        scheme = None if left_alone else overrides.get(site.name, rules.default)
-        if scheme is not None:
-            _check_groups(site, scheme.weight, ragged_groups)
-        table[site.name] = scheme
-    if not any(table.values()):
-        raise UserError("every layer is left in floating point (--ignore_layers, --layer_config): there is nothing to quantize")
-    return MappingProxyType(table)
-
-
-def _selected(flag: str, pattern: str, names: Sequence[str]) -> frozenset[str]:
-    """`select`, or `UserError` when there is nothing to select."""
-    try:
-        chosen = select(pattern, names)
-    except re.error as error:
-        raise UserError(f"{pattern!r} ({flag}) is neither part of a layer's name nor a regular expression ({error})") from None
-    if not chosen:
-        last_parts = sorted({name.rsplit(".", 1)[-1] for name in names})
-        hint = nearest(pattern, [*names, *last_parts]) or f"; names end in {', '.join(last_parts)}"
-        raise UserError(f"{pattern!r} ({flag}) matches no layer{hint}")
-    return chosen
-
-
-def _overrides(sites: Sequence[SiteLike], rules: SchemeRules) -> dict[str, Scheme | None]:
-    """What layer_config says of the sites it names. Every entry is checked, also one that others override."""
-    names, heads = [site.name for site in sites], {site.name for site in sites if site.is_head}
-    exact: dict[str, Scheme | None] = {}
-    broad: dict[str, Scheme | None] = {}
-    for pattern, value in rules.layer_config.items():
-        scheme, chosen = _apply(pattern, value, rules.default), _selected("--layer_config", pattern, names)
-        if scheme is not None and chosen <= heads and not rules.quant_lm_head:
-            raise UserError(f"{pattern!r} (--layer_config) names the output head, which is left alone unless --quant_lm_head is given")
-        (exact if pattern in chosen else broad).update(dict.fromkeys(chosen, scheme))
-    return {**broad, **exact}
-
-
-def _apply(pattern: str, value: Override, default: Scheme) -> Scheme | None:
-    """The scheme that one entry of layer_config asks for; None: 16 bits, floating point."""
-    place = f"--layer_config {pattern!r}"
-    if isinstance(value, Scheme):
-        return value
-    if isinstance(value, str):
-        return preset(value, place)
-    if not isinstance(value, Mapping):
-        raise UserError(f"{place}: {value!r} must be a scheme name or an object of scheme fields")
-    floating = value.get("bits") == 16
-    try:
-        scheme = Scheme.from_dict({**value, "bits": default.weight.bits} if floating else value, default)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-    return None if floating else scheme
-
-
-def _check_groups(site: SiteLike, weight: WeightScheme, ragged_groups: bool) -> None:
-    in_features = site.shape[-1]
-    if weight.group_size <= 0 or in_features % weight.group_size == 0 or ragged_groups:
-        return
-    would = [group for group in (16, 32, 64, 96, 128, 192, 256, 512) if in_features % group == 0]
-    raise UserError(
-        f"group_size {weight.group_size} (--group_size) does not divide the width {in_features} of {site.name}; "
-        f"groups that would: {', '.join(map(str, would)) or 'none'}, or -1 (per output channel). "
-        "Or leave the layer out with --ignore_layers. Only --format fake can hold a ragged last group"
-    )

@@ -16,26 +16,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from evenround.blocks import Block, Group, Weights
+from evenround.blocks import Block, Group, Intake, Weights
 from evenround.chains import HOST, Chain
 from evenround.config import TuneConfig
 from evenround.errors import UserError
 from evenround.model import Site
-from evenround.numerics.integer import (
-    QuantizedWeight,
-    chunks,
-    from_groups,
-    group_range,
-    parameter_gradients,
-    qdq,
-    quantize,
-    to_groups,
-)
-from evenround.scheme import WeightScheme
+from evenround.numerics.grouping import chunks
+from evenround.numerics.quantized import QuantizedWeight
+from evenround.scheme import Scheme
+from evenround.states import Seen, SiteState, Start, Watch, initial_state, quantized_inputs, start_values, untuned
 
 REHEARSED = 2
 """Rounds of each loop that a rehearsal makes: what the first leaves behind is there in the second, and later ones repeat it."""
@@ -72,10 +66,6 @@ class Samples:
             return self.inputs.shape[1] * (len(self.inputs) if chosen is None else len(chosen))
         return int(sum(self.mask[number].sum() for number in (range(len(self.mask)) if chosen is None else chosen)))
 
-    def mask_of(self, part: Sequence[int], device: torch.device) -> Tensor | None:
-        """bool `[batch, tokens]` of the samples `part`."""
-        return None if self.mask is None else torch.stack([self.mask[number] for number in part]).to(device)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
@@ -93,6 +83,11 @@ class GroupResult:
     losses: tuple[float, ...]
     """Mini-batch loss of each step."""
     notes: tuple[str, ...]
+
+
+def mask_of(mask: Tensor | None, part: Sequence[int], device: torch.device) -> Tensor | None:
+    """bool `[batch, tokens]` of the samples `part`."""
+    return None if mask is None else torch.stack([mask[number] for number in part]).to(device)
 
 
 Window = list[tuple[int, Sequence[int]]]
@@ -126,18 +121,26 @@ def squared_error(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor
     return difference.square().sum()
 
 
-def float_outputs(group: Group, inputs: Chain, out: Chain, rehearse: bool = False) -> None:
-    """`out`, which may be `inputs` itself, becomes what the float group gives. Raises `UserError` naming a sample that is not finite."""
-    weights = group.float_weights()
+def float_outputs(
+    group: Group, inputs: Chain, out: Chain | None, config: TuneConfig, mask: Tensor | None = None, rehearse: bool = False
+) -> dict[str, Seen]:
+    """`out`, which may be `inputs` itself, becomes what the float group gives; returns what entered the sites that need to know.
+
+    mask: bool `[samples, tokens]` on the host, False where padded. Raises `UserError` naming a sample that is not finite.
+    """
+    weights, watch = group.float_weights(), Watch(group, config)
     with torch.no_grad():
         for window in all_samples(group, len(inputs), rehearse):
             finite = []
             for replica, part in window:
                 hidden = _read(group, inputs, part, replica)
-                output = group.forward(hidden, part, replica, weights[replica])
+                seen = watch.intake(replica, mask_of(mask, part, hidden.device))
+                output = group.forward(hidden, part, replica, weights[replica], seen)
                 finite += [_finite(hidden), _finite(output)]
-                out.write(part, output)
+                if out is not None:
+                    out.write(part, output)
             _check_finite(("input", "float output"), group, finite, window, inputs.dtype)
+    return watch.total()
 
 
 def _read(group: Group, chain: Chain, part: Sequence[int], replica: int) -> Tensor:
@@ -160,78 +163,6 @@ def _check_finite(kinds: Sequence[str], group: Group, finite: Sequence[Tensor], 
                 f"the {kinds[number % len(kinds)]} of {group.name} for calibration sample {bad} is NaN or infinite in {dtype}: "
                 "try --compute_dtype float32, or look at the weights of the block before it"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class SiteState:
-    """Tuning state of one site. `rows`, `offset`: `[groups, size]`; clips, `low`, `high`: float32 `[groups, 1]`."""
-
-    site: Site
-    scheme: WeightScheme
-    weight: Tensor
-    rows: Tensor
-    low: Tensor
-    high: Tensor
-    offset: Tensor
-    min_clip: Tensor
-    max_clip: Tensor
-    averages: tuple[Tensor, ...]
-    """Decaying means of the gradients of offset and clips, where there is momentum."""
-
-    @property
-    def parameters(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.offset, self.min_clip, self.max_clip
-
-    def on(self, device: torch.device) -> "SiteState":
-        """This very state, or a copy of it if it is kept elsewhere."""
-        if self.weight.device == device:
-            return self
-        weight = self.weight.to(device)
-        rows = to_groups(weight, self.scheme.group_size)
-        low, high, offset, min_clip, max_clip = (tensor.to(device) for tensor in (self.low, self.high, *self.parameters))
-        averages = tuple(average.to(device) for average in self.averages)
-        return SiteState(self.site, self.scheme, weight, rows, low, high, offset, min_clip, max_clip, averages)
-
-    def take(self, other: "SiteState") -> None:
-        """What `other`, a copy made by `on`, has been changed to."""
-        if other is not self:
-            for mine, its in zip((*self.parameters, *self.averages), (*other.parameters, *other.averages), strict=True):
-                mine.copy_(its)
-
-    def quantize_dequantize(self, dtype: torch.dtype) -> Tensor:
-        """W' `[out, in]`."""
-        rows = qdq(self.rows, self.offset, self.min_clip, self.max_clip, self.low, self.high, self.scheme, dtype)
-        return from_groups(rows, self.site.shape)
-
-    def gradients(self, gradient: Tensor, clips: bool) -> tuple[Tensor, ...]:
-        """Gradients of V and, if `clips`, of the clip factors, from that of W' `[out, in]`."""
-        rows = to_groups(gradient, self.scheme.group_size)
-        found = parameter_gradients(rows, self.rows, self.offset, self.min_clip, self.max_clip, self.low, self.high, self.scheme)
-        return found if clips else found[:1]
-
-    def export(self) -> QuantizedWeight:
-        return quantize(self.weight, self.scheme, self.offset, self.min_clip, self.max_clip)
-
-
-def initial_state(weight: Tensor, site: Site, scheme: WeightScheme, momentum: bool = False) -> SiteState:
-    """Untuned: V = 0, both clip factors 1. `weight`: `[out, in]`; the state is kept where it is."""
-    rows = to_groups(weight, scheme.group_size)
-    low, high = group_range(rows)
-    offset = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    min_clip, max_clip = torch.ones_like(low), torch.ones_like(low)
-    averages = tuple(torch.zeros_like(parameter) for parameter in (offset, min_clip, max_clip)) if momentum else ()
-    return SiteState(site, scheme, weight, rows, low, high, offset, min_clip, max_clip, averages)
-
-
-def round_to_nearest(group: Group) -> dict[str, QuantizedWeight]:
-    """Every site of the blocks by plain rounding, on the host. Raises `UserError` naming the layer whose scale does not fit float16."""
-    result = {}
-    for block, site, scheme in group.sites:
-        try:
-            result[site.name] = quantize(block.weight(site).to(group.place.work(site.name)), scheme).to(HOST)
-        except OverflowError as error:
-            raise UserError(f"{site.name}: {error}; leave it out with --ignore_layers") from None
-    return result
 
 
 class Draw:
@@ -271,9 +202,10 @@ def step(group: Group, states: Sequence[SiteState], samples: Samples, chosen: Se
     it changes memory, not mathematics.
     """
     leaves = tuned_weights(group, states, samples.inputs.dtype)
+    intakes = quantized_inputs(group, {state.site.name: state.start.input_scale for state in states})
     tokens, loss = max(1, samples.counted(chosen)), 0.0
     for window in _windows(group, _shares(chosen, group.place.layout.micro_batch, len(group.replicas))):
-        errors = [micro_batch_error(group, samples, part, replica, leaves[replica], tokens) for replica, part in window]
+        errors = [micro_batch_error(group, samples, part, replica, leaves[replica], tokens, intakes) for replica, part in window]
         values = []
         for error in errors:
             error.backward()  # type: ignore[no-untyped-call]
@@ -292,7 +224,7 @@ def tuned_weights(group: Group, states: Sequence[SiteState], dtype: torch.dtype)
     """W' of every site for each replica, as leaves that gradients gather in."""
     by_site = {state.site.name: state for state in states}
 
-    def quantized(block: Block, site: Site, scheme: WeightScheme) -> Tensor:
+    def quantized(block: Block, site: Site, scheme: Scheme) -> Tensor:
         return by_site[site.name].on(group.place.work(site.name)).quantize_dequantize(dtype)
 
     with group.place.label("tuning state"):
@@ -312,12 +244,20 @@ def _shares(chosen: Sequence[int], micro_batch: int, replicas: int) -> list[list
     return shares
 
 
-def micro_batch_error(group: Group, samples: Samples, part: Sequence[int], replica: int, leaves: Weights, tokens: int) -> Tensor:
+def micro_batch_error(
+    group: Group,
+    samples: Samples,
+    part: Sequence[int],
+    replica: int,
+    leaves: Weights,
+    tokens: int,
+    intakes: Mapping[str, Intake] = MappingProxyType({}),
+) -> Tensor:
     """This micro-batch's part of the mean squared error, with its graph."""
     hidden = _read(group, samples.inputs, part, replica)
     with group.place.label("saved activations"):
-        output = group.forward(hidden, part, replica, leaves)
-        mask = samples.mask_of(part, output.device)
+        output = group.forward(hidden, part, replica, leaves, intakes)
+        mask = mask_of(samples.mask, part, output.device)
         return squared_error(output, samples.target(group, part, replica), mask) / (tokens * output.shape[-1])
 
 
@@ -341,7 +281,7 @@ def _follow(group: Group, site: Pending, config: TuneConfig, fraction: float) ->
         size = (config.step_size if index == 0 else config.clip_step_size) * fraction
         _move(parameter, gradient, state.averages[index] if config.momentum else None, config.momentum, size)
         if index > 0:
-            parameter.clamp_(0, 1)
+            parameter.clamp_(0, config.clip_limit)
     site.state.take(state)
 
 
@@ -364,6 +304,7 @@ def tune_block(
     config: TuneConfig,
     draw: Callable[[], Sequence[int]],
     *,
+    seen: Mapping[str, Seen],
     outputs: Chain | None = None,
     rehearse: bool = False,
     on_step: Callable[[int, float], None] | None = None,
@@ -372,20 +313,23 @@ def tune_block(
 
     group: its blocks are left as they were.
     draw: the samples of each step.
+    seen: what entered the sites, from `float_outputs`.
     outputs: becomes what the quantized group gives, the next group's inputs.
     rehearse: make two rounds of every loop, as many as it takes to see all memory that a run uses; the result means nothing.
     on_step: called with (iteration, mini-batch loss).
     Raises `UserError` naming the block when inputs are not finite.
     """
-    untuned = round_to_nearest(group)
-    tunes = config.iters > 0 and bool(untuned)
-    rtn_loss = _judge(group, untuned, samples, None if tunes else outputs, rehearse, check=True)
+    starts = start_values(group, config, seen)
+    plain = untuned(group, starts, HOST)
+    tunes = config.iters > 0 and bool(plain)
+    rtn_loss = _judge(group, plain, samples, None if tunes else outputs, rehearse, check=True)
     if not tunes:
-        return GroupResult(untuned, rtn_loss, None, "untuned", None, (), ())
+        return GroupResult(plain, rtn_loss, None, "untuned", None, (), ())
     with group.place.label("tuning state"):
-        states = [initial_state(block.weight(site), site, scheme, config.momentum > 0) for block, site, scheme in group.sites]
+        states = initial_states(group, starts, config)
+    del starts
     losses: list[float] = []
-    best_loss, best_iteration, best = math.inf, 0, untuned
+    best_loss, best_iteration, best = math.inf, 0, plain
     for iteration in range(1 if rehearse else config.iters):  # a step leaves nothing behind that the next would not replace
         loss, pending = step(group, states, samples, draw())
         losses.append(loss)
@@ -394,8 +338,8 @@ def tune_block(
         if not math.isfinite(loss):
             del states, pending
             note = f"loss {loss} at iteration {iteration} of {group.name}: untuned rounding kept"
-            _judge(group, untuned, samples, outputs, rehearse)
-            return GroupResult(untuned, rtn_loss, None, "untuned", None, tuple(losses), (note,))
+            _judge(group, plain, samples, outputs, rehearse)
+            return GroupResult(plain, rtn_loss, None, "untuned", None, tuple(losses), (note,))
         if config.keep == "best" and loss < best_loss:
             best_loss, best_iteration, best = loss, iteration, _exported(group, states)
         follow_sign(group, pending, config, 1 - iteration / config.iters)
@@ -407,8 +351,14 @@ def tune_block(
     if tuned_loss < rtn_loss or rehearse:  # what follows takes the memory of what went before
         return result
     note = f"tuning did not help {group.name} ({tuned_loss:.4g} against {rtn_loss:.4g}): untuned rounding kept"
-    _judge(group, untuned, samples, outputs, rehearse)
-    return replace(result, quantized=untuned, kept="untuned", notes=(note,))
+    _judge(group, plain, samples, outputs, rehearse)
+    return replace(result, quantized=plain, kept="untuned", notes=(note,))
+
+
+def initial_states(group: Group, starts: Mapping[str, Start], config: TuneConfig) -> list[SiteState]:
+    """Every site's, where it is kept."""
+    momentum = config.momentum > 0
+    return [initial_state(block.weight(site), site, scheme, starts[site.name], momentum) for block, site, scheme in group.sites]
 
 
 def _exported(group: Group, states: Sequence[SiteState]) -> dict[str, QuantizedWeight]:
@@ -422,11 +372,12 @@ def _judge(
     """Mean squared error over all samples with these weights; `outputs` becomes what they give. `check`: that inputs are finite."""
     dtype, place = samples.inputs.dtype, group.place
 
-    def weight_of(block: Block, site: Site, scheme: WeightScheme) -> Tensor:
+    def weight_of(block: Block, site: Site, scheme: Scheme) -> Tensor:
         return quantized[site.name].to(place.work(site.name)).dequantize(dtype)
 
     with place.label("weights"):
         weights = group.spread(weight_of)
+    intakes = quantized_inputs(group, {name: weight.input_scale for name, weight in quantized.items()})
     total, width = 0.0, 1
     with torch.no_grad():
         for window in all_samples(group, len(samples.inputs), rehearse):
@@ -435,8 +386,8 @@ def _judge(
                 hidden = _read(group, samples.inputs, part, replica)
                 if check:
                     finite.append(_finite(hidden))
-                output = group.forward(hidden, part, replica, weights[replica])
-                errors.append(squared_error(output, samples.target(group, part, replica), samples.mask_of(part, output.device)))
+                output = group.forward(hidden, part, replica, weights[replica], intakes)
+                errors.append(squared_error(output, samples.target(group, part, replica), mask_of(samples.mask, part, output.device)))
                 if outputs is not None:
                     outputs.write(part, output)
                 width = output.shape[-1]

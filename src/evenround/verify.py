@@ -1,9 +1,10 @@
 """Reading a checkpoint back, tensor by tensor, to say what is wrong with it before anyone serves it.
 
 Without the original: files and headers; every tensor that the model class expects is there, once, in its shape and as floating point;
-quantization_config and tensors agree; scales and weights are finite, scales not zero, zero points in range, padding bits clear; sizes and
-schemes are those of the run record. What cannot be known without the original: whether codes, scales and weights that are possible are also
-the right ones. A flipped bit in a code or two layers changed places look like any other weights.
+quantization_config and tensors agree; scales, codes and weights are finite, scales not zero, zero points in range, padding bits clear;
+NVFP4 layers that servers run as one have one global scale; sizes and schemes are those of the run record. What cannot be known without the
+original: whether codes, scales and weights that are possible are also the right ones. A flipped bit in a code or two layers changed places
+look like any other weights.
 
 With the original: weights that were not quantized are its own, byte for byte; quantized ones are within the two bounds of
 `evenround.distance`. That finds damaged codes and weights in the wrong place. The bound on single codes is asked only of `auto_round` files
@@ -28,25 +29,35 @@ from evenround.data import evaluation_text
 from evenround.distance import LayerError, far_codes, layer_error
 from evenround.errors import UserError, nearest
 from evenround.evaluate import max_length, streamed_loss, text_rows
-from evenround.export import EXPORTERS, StoredWeight, read_schemes
+from evenround.export import (
+    EXPORTERS,
+    INPUT_LEAVES,
+    METHODS,
+    StoredInput,
+    StoredWeight,
+    format_of,
+    is_packed,
+    read_inputs,
+    read_schemes,
+    tensor_prefix,
+)
 from evenround.loading import (
-    PACKED_LEAVES,
     check_folder,
     empty_model,
     linear_modules,
     load_tokenizer,
-    quant_method,
+    quantize_inputs,
     read_config,
     skeleton_of,
     tensor_candidates,
     unpacked_checkpoint,
 )
 from evenround.model import Site, Skeleton, skeleton_from
+from evenround.numerics.elements import E4M3, element_of
+from evenround.numerics.quantized import QuantizedWeight
 from evenround.record import RECORD, read_record
+from evenround.rules import fused_groups
 from evenround.scheme import Scheme
-
-FORMATS = {"auto-round": "auto_round", "compressed-tensors": "llm_compressor", None: "fake"}
-"""quant_method → format."""
 
 DOWNLOAD = "copy or download the checkpoint again, or quantize again"
 AGAIN = "quantize again, or copy it again"
@@ -110,13 +121,16 @@ def verify(checkpoint: Path, reference: Path | None = None, text: str | None = N
         return Verification(checkpoint=str(checkpoint), findings=tuple(broken), tensors=len(files.specs) if files else 0)
     modules = linear_modules(model, files.names)
     stored = _attempt(broken, "quantization_config", lambda: read_schemes(config, files.specs, files.read, modules))
+    there = stored or {}
+    inputs = _attempt(broken, "quantization_config", lambda: read_inputs(config, files.specs, modules, there)) if stored is not None else {}
     record = _attempt(broken, str(checkpoint / RECORD), lambda: read_record(checkpoint))
     strange: list[Finding] = []
     if original and (other := _difference(model, original.model)):
         strange.append(Finding(str(reference), f"is not the same model: {other}", "give the original of this checkpoint as --reference"))
         original = None
-    seen = _Seen(files, config, model, stored or {}, _Plan.of(record, broken), original)
+    seen = _Seen(files, config, model, there, inputs or {}, _Plan.of(record, broken), original)
     broken += [*_check_names(seen), *(_check_plan(seen) if stored is not None else ())]
+    broken += [*_check_inputs(seen), *_check_fused(seen)]
     layers = [_check_layer(seen, weight, broken, strange) for weight in seen.stored.values()]
     layers += [_check_tensor(seen, name, broken, strange) for name in files.names]
     losses, notes = ([None, None], []) if broken else _losses(seen, text, trust_remote_code)
@@ -187,12 +201,16 @@ class _Seen:
     config: Mapping[str, Any]
     model: nn.Module
     stored: Mapping[str, StoredWeight]
+    inputs: Mapping[str, StoredInput]
     plan: _Plan | None
     original: Skeleton | None
 
     @property
     def format(self) -> str:
-        return FORMATS.get(quant_method(self.config), "fake")
+        try:
+            return format_of(self.config)
+        except UserError:  # told already
+            return ""
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -203,7 +221,7 @@ class _Seen:
         """The original's site whose weight in a `fake` checkpoint is `tensor`, if the run quantized it."""
         for site in self.sites if self.plan and self.format == "fake" else ():
             scheme = self.plan.sites.get(site.name, ((), None))[1] if self.plan else None
-            if scheme and site.checkpoint_name == tensor:
+            if scheme and tensor_prefix(site) + ".weight" == tensor:
                 return site, scheme
         return None
 
@@ -211,7 +229,7 @@ class _Seen:
 def _check_names(seen: _Seen) -> Iterator[Finding]:
     """Every tensor that the model class expects is there once, packed or plain, with its shape."""
     specs, model = seen.files.specs, seen.model
-    packed = {name.rpartition(".")[0] for name in specs if name.rpartition(".")[2] in PACKED_LEAVES}
+    packed = {name.rpartition(".")[0] for name, spec in specs.items() if is_packed(name, spec)}
     modules = linear_modules(model, specs)
     for prefix in sorted(packed - modules.keys()):
         yield Finding(prefix, f"is packed, but no linear layer of {type(model).__name__} has that name", "check config.json and the names")
@@ -220,9 +238,9 @@ def _check_names(seen: _Seen) -> Iterator[Finding]:
     tied: Mapping[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]
     expected = model.state_dict()
     known = {candidate for name in expected for candidate in tensor_candidates(name, model)}
-    unknown = [name for name in specs if name not in known and name.rpartition(".")[2] not in PACKED_LEAVES]
+    unknown = [name for name, spec in specs.items() if name not in known and not is_packed(name, spec)]
     for name, like in expected.items():
-        there = [candidate for candidate in tensor_candidates(name, model) if candidate in specs]
+        there = [each for each in tensor_candidates(name, model) if each in specs and not is_packed(each, specs[each])]
         codes = [candidate for candidate in tensor_candidates(name.removesuffix(".weight"), model) if candidate in packed]
         if codes and there:
             yield Finding(there[0], "is there twice, packed and as a plain weight", "quantize again; loaders may take the stale one")
@@ -252,9 +270,12 @@ def _check_plan(seen: _Seen) -> Iterator[Finding]:
         yield Finding(RECORD, f"is of a run that wrote {', '.join(plan.bytes)}; this is {seen.format}", RESTORE)
     elif size != plan.bytes[seen.format]:
         yield Finding(str(path), f"has {size} bytes of tensors and headers, the record says {plan.bytes[seen.format]}", DOWNLOAD)
-    for name in sorted(plan.sites.keys() | seen.stored.keys()) if seen.format != "fake" else ():
+    if seen.format == "fake":
+        yield from _check_planned_inputs(seen, plan)
+        return
+    for name in sorted(plan.sites.keys() | seen.stored.keys()) if seen.format else ():
         shape, scheme = plan.sites.get(name, ((), None))
-        planned = EXPORTERS[seen.format].stored(scheme).weight if scheme else None
+        planned = EXPORTERS[seen.format].stored(scheme) if scheme else None
         found = seen.stored[name].scheme if name in seen.stored else None
         if planned != found:
             labels = [label.label if label else "not quantized" for label in (found, planned)]
@@ -263,20 +284,41 @@ def _check_plan(seen: _Seen) -> Iterator[Finding]:
             yield Finding(name, f"has shape {list(seen.stored[name].shape)}, the record says {list(shape)}", DOWNLOAD)
 
 
+def _check_planned_inputs(seen: _Seen, plan: _Plan) -> Iterator[Finding]:
+    """`fake`: activations are quantized as the run record says."""
+    for name, (_, scheme) in plan.sites.items():
+        planned = scheme.activation if scheme and scheme.activation.quantized else None
+        found = seen.inputs[name].scheme if name in seen.inputs else None
+        if planned != found:
+            labels = [each.label if each else "not quantized" for each in (found, planned)]
+            yield Finding(name, f"has inputs {labels[0]} here, the record says {labels[1]}", RESTORE)
+
+
+def _check_inputs(seen: _Seen) -> Iterator[Finding]:
+    """Calibrated scales of inputs are positive numbers."""
+    for stored in seen.inputs.values():
+        scale = stored.scale(seen.files.read)
+        if stored.tensor is not None and scale is not None and not (torch.isfinite(scale).all() and (scale > 0).all()):
+            yield Finding(stored.tensor, f"is {float(scale):g}, no positive number", DOWNLOAD)
+
+
+def _check_fused(seen: _Seen) -> Iterator[Finding]:
+    """NVFP4: layers that servers run as one (q, k and v; gate and up) have the same global scale."""
+    wholes = {name: weight for name, weight in seen.stored.items() if weight.scheme.weight.dtype == "nv_fp"}
+    for group in fused_groups(tuple(wholes)):
+        scales = {name: float(seen.files.read(f"{wholes[name].prefix}.weight_global_scale")) for name in group}
+        if len(set(scales.values())) > 1:
+            told = ", ".join(f"{name.rpartition('.')[2]} {scale:g}" for name, scale in scales.items())
+            yield Finding(group[0], f"has another weight_global_scale than layers that servers run with it as one: {told}", AGAIN)
+
+
 def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], strange: list[Finding]) -> LayerError | None:
     """Values of one packed weight, and its distance from the original."""
     quantized = _attempt(broken, weight.name, lambda: weight.unpack(seen.files.read))
     if quantized is None:
         return None
-    scheme, before = weight.scheme, len(broken)
-    bad, zero = int((~torch.isfinite(quantized.scale)).sum()), int((quantized.scale == 0).sum())
-    if bad or zero:
-        broken.append(Finding(weight.name, f"{bad} scale(s) NaN or infinite, {zero} zero, of {quantized.scale.numel()}", DOWNLOAD))
-    highest, middle = 2**scheme.bits - 1, 2 ** (scheme.bits - 1)
-    off = int(((quantized.zero_point != middle) if scheme.symmetric else (quantized.zero_point > highest)).sum())
-    if off:
-        allowed = f"{middle} (symmetric)" if scheme.symmetric else f"0 to {highest}"
-        broken.append(Finding(weight.name, f"{off} of {quantized.zero_point.numel()} zero points are not {allowed}", DOWNLOAD))
+    before = len(broken)
+    broken += _check_values(weight, quantized)
     if weight.prefix + ".weight_packed" in seen.files.specs:
         broken += _check_padding(seen, weight)
     site = next((site for site in seen.sites if site.name == weight.name), None)
@@ -286,12 +328,37 @@ def _check_layer(seen: _Seen, weight: StoredWeight, broken: list[Finding], stran
     if original.shape != quantized.codes.shape:
         strange.append(Finding(weight.name, f"has shape {list(weight.shape)}, the original {list(original.shape)}", DOWNLOAD))
         return None
-    layer = layer_error(weight.name, scheme, quantized.dequantize(), original)
+    layer = layer_error(weight.name, weight.scheme.weight, quantized.dequantize(), original)
     far = 0
     if seen.format == "auto_round" or seen.plan is not None:
-        far = far_codes(quantized, original, travel=_travel(seen.plan, weight.name), exact=site.dtype == torch.bfloat16)
+        travel, exact = _travel(seen.plan, weight.name), site.dtype == torch.bfloat16
+        far = far_codes(quantized, original, travel=travel, exact=exact, whole_steps=seen.plan is not None)
     strange += _judge(layer, far)
     return layer
+
+
+def _check_values(weight: StoredWeight, quantized: QuantizedWeight) -> Iterator[Finding]:
+    """Scales are numbers and not zero, zero points and codes are possible."""
+    scheme, scales = weight.scheme.weight, quantized.scales()
+    if quantized.scale.dtype == torch.uint8:
+        scales = scales.masked_fill(quantized.scale == 255, torch.nan)  # what E8M0 calls NaN
+    bad, zero = int((~torch.isfinite(scales)).sum()), int((scales == 0).sum())
+    if bad or zero:
+        yield Finding(weight.name, f"{bad} scale(s) NaN or infinite, {zero} zero, of {scales.numel()}", DOWNLOAD)
+    if scheme.dtype != "int":
+        if negative := int((scales < 0).sum()):
+            yield Finding(weight.name, f"{negative} of {scales.numel()} scales are negative", DOWNLOAD)
+        if element_of(scheme) == E4M3 and (nan := int(((quantized.codes & 0x7F) == 0x7F).sum())):
+            yield Finding(weight.name, f"{nan} of {quantized.codes.numel()} codes are NaN", DOWNLOAD)
+        return
+    assert quantized.zero_point is not None
+    highest, middle = 2**scheme.bits - 1, 2 ** (scheme.bits - 1)
+    off = int(((quantized.zero_point != middle) if scheme.symmetric else (quantized.zero_point > highest)).sum())
+    if off:
+        allowed = f"{middle} (symmetric)" if scheme.symmetric else f"0 to {highest}"
+        yield Finding(weight.name, f"{off} of {quantized.zero_point.numel()} zero points are not {allowed}", DOWNLOAD)
+    if wide := int((quantized.codes > highest).sum()):  # bytes have room for more
+        yield Finding(weight.name, f"{wide} of {quantized.codes.numel()} codes are above {highest}", DOWNLOAD)
 
 
 def _travel(plan: "_Plan | None", name: str) -> float:
@@ -317,14 +384,14 @@ def _check_padding(seen: _Seen, weight: StoredWeight) -> Iterator[Finding]:
         if name not in seen.files.specs or seen.files.specs[name].dtype != torch.int32:
             continue
         words = seen.files.read(name).movedim(axis, -1)
-        used = count * weight.scheme.bits - (words.shape[-1] - 1) * 32
+        used = count * weight.scheme.weight.bits - (words.shape[-1] - 1) * 32
         if 0 < used < 32 and bool((words[..., -1].to(torch.int64) & 0xFFFFFFFF).bitwise_right_shift_(used).any()):
             yield Finding(name, "has bits set after its last code", DOWNLOAD)
 
 
 def _check_tensor(seen: _Seen, name: str, broken: list[Finding], strange: list[Finding]) -> LayerError | None:
     """A tensor that is not packed: finite, and the original's own bytes, or within bounds of them if a `fake` run quantized it."""
-    if name.rpartition(".")[2] in PACKED_LEAVES:
+    if is_packed(name, seen.files.specs[name]) or name.rpartition(".")[2] in INPUT_LEAVES:
         return None
     spec, differing, bad = seen.files.specs[name], 0, 0
     rounded = seen.rounded(name)
@@ -394,6 +461,7 @@ def _losses(seen: _Seen, text: str | None, trust_remote_code: bool) -> tuple[lis
         tokens, _ = text_rows(content, "for the loss", tokenizer, min(LOSS_TOKENS, max_length(config) or LOSS_TOKENS), 1)
         if int(tokens.max()) >= config.get_text_config().vocab_size:
             raise UserError(f"the tokenizer in {seen.files.directory} gives tokens that the model does not have")
+        quantize_inputs(seen.model, seen.inputs, seen.files.read)
         files = unpacked_checkpoint(seen.files, seen.model, seen.stored) if seen.stored else seen.files
         loss = streamed_loss(skeleton_of(seen.model, files), tokens)
         return [loss, streamed_loss(seen.original, tokens) if seen.original else None], []

@@ -6,7 +6,7 @@ Calibration tokens come from `--rows` (see rows.py), or from `--dataset FILE.txt
 auto-round's own means. Token rows are handed over as a list of tensors `[batch_size, seqlen]`, which auto-round treats as user data:
 it masks the last position of each row in attention and in the loss, and every pad token (see README.md).
 
-`--iters 0` is plain rounding to nearest (`disable_opt_rtn`). It has two implementations upstream: `--route model_free` (shard by shard,
+`--iters 0` is plain rounding to nearest (`disable_opt_rtn`) unless `--opt_rtn` asks for a search. Plain rounding has two implementations upstream: `--route model_free` (shard by shard,
 float32) and `--route regular` (the model in its compute type); `auto` lets auto-round choose.
 
 Upstream's sub-folders are flattened into OUT. OUT/peer_run.json holds the settings, the compute type that was really used, versions,
@@ -34,10 +34,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--group_size", type=int, default=128)
+    parser.add_argument("--scheme", default="W4A16", help="a preset of auto-round's")
+    parser.add_argument("--bits", type=int, help="on top of the scheme, as --group_size and --asym")
+    parser.add_argument("--group_size", type=int)
     parser.add_argument("--asym", action="store_true")
     parser.add_argument("--iters", type=int, default=200)
+    parser.add_argument("--opt_rtn", action="store_true", help="with --iters 0: search for scales")
+    parser.add_argument("--enable_alg_ext", action="store_true")
     parser.add_argument("--nsamples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8)
@@ -103,9 +106,12 @@ def flatten(produced: Path, out: Path) -> None:
 def export(args: argparse.Namespace) -> dict[str, object]:
     """Run auto-round as `args` say; the content of peer_run.json. Raises whatever auto-round raises."""
     torch.set_num_threads(args.threads)
-    options: dict[str, object] = {"bits": args.bits, "group_size": args.group_size, "sym": not args.asym}
+    options: dict[str, object] = {"bits": args.bits, "group_size": args.group_size, "sym": False if args.asym else None}
+    options = {name: value for name, value in options.items() if value is not None}
+    if args.enable_alg_ext:
+        options["enable_alg_ext"] = True
     if args.iters == 0:
-        options["disable_opt_rtn"] = True
+        options["disable_opt_rtn"] = not args.opt_rtn
         if args.route != "auto":
             options["model_free" if args.route == "model_free" else "disable_model_free"] = True
     if args.float32:
@@ -120,7 +126,7 @@ def export(args: argparse.Namespace) -> dict[str, object]:
     tuner = AutoRound(
         str(args.model),
         tokenizer=AutoTokenizer.from_pretrained(args.model),
-        scheme="W4A16",
+        scheme=args.scheme,
         iters=args.iters,
         nsamples=args.nsamples,
         seqlen=args.seqlen,

@@ -17,8 +17,8 @@ from torch import Tensor
 from evenround.checkpoint import TensorSpec
 from evenround.errors import UserError
 from evenround.model import Site
-from evenround.numerics.integer import QuantizedWeight
-from evenround.scheme import PER_CHANNEL, PER_TENSOR, Scheme, WeightScheme
+from evenround.numerics.quantized import QuantizedWeight
+from evenround.scheme import PER_CHANNEL, PER_TENSOR, ActivationScheme, Scheme, WeightScheme
 
 Reader = Callable[[str], Tensor]
 """Tensor name → tensor."""
@@ -38,7 +38,10 @@ class Exporter(Protocol):
         ...
 
     def for_schemes(self, schemes: Mapping[str, Scheme | None]) -> "Exporter":
-        """This format for a checkpoint with this table. Call it once per run, before `tensor_specs` and `pack`."""
+        """This format for a checkpoint with this table. Call it once per run, before `tensor_specs` and `pack`.
+
+        Raises `UserError` for schemes that one checkpoint of this format cannot hold together.
+        """
         ...
 
     def check(self, site: Site, scheme: Scheme) -> None:
@@ -50,19 +53,19 @@ class Exporter(Protocol):
         ...
 
     def stored(self, scheme: Scheme) -> Scheme:
-        """The scheme under which the file declares `scheme`: the same values, possibly other words (see each format)."""
+        """The scheme under which the file declares `scheme`: the same weights, possibly in other words (see each format)."""
         ...
 
     def tensor_specs(self, site: Site, scheme: Scheme) -> dict[str, TensorSpec]:
         """The tensors that replace `site.checkpoint_name`, in writing order. A bias is copied by the caller."""
         ...
 
-    def pack(self, site: Site, quantized: QuantizedWeight) -> dict[str, Tensor]:
-        """Those tensors."""
+    def pack(self, site: Site, quantized: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
+        """Those tensors. `scheme`: the site's, as in `tensor_specs`; calibrated activations need `quantized.input_scale`."""
         ...
 
-    def unpack(self, prefix: str, read: Reader, scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedWeight:
-        """The weight `[out, in]` whose tensors are named `prefix.…`. `scheme` as the file declares it."""
+    def unpack(self, prefix: str, read: Reader, scheme: Scheme, shape: tuple[int, int]) -> QuantizedWeight:
+        """The weight `[out, in]` whose tensors are named `prefix.…`, with its input's scale. `scheme` as the file declares it."""
         ...
 
     def quantization_config(
@@ -92,6 +95,19 @@ class Exporter(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StoredInput:
+    """How a module's input is quantized, as a checkpoint says."""
+
+    scheme: ActivationScheme
+    tensor: str | None
+    """Name of its calibrated scale; None where there is none."""
+
+    def scale(self, read: Reader) -> Tensor | None:
+        """The calibrated scale, float32 `[1]`."""
+        return None if self.tensor is None else read(self.tensor).to(torch.float32).reshape(1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeight:
     """Where a quantized weight lies in a checkpoint, and how to get it out."""
@@ -100,15 +116,51 @@ class StoredWeight:
     """Module name."""
     prefix: str
     """Its tensors are named `prefix.…`."""
-    scheme: WeightScheme
+    scheme: Scheme
     """As the file declares it."""
     shape: tuple[int, int]
     """(out, in)."""
     format: Exporter
+    tensors: tuple[str, ...]
+    """Its tensors, all of them: no float checkpoint has these."""
 
     def unpack(self, read: Reader) -> QuantizedWeight:
         """The weight itself; `read` must give this checkpoint's tensors."""
         return self.format.unpack(self.prefix, read, self.scheme, self.shape)
+
+    @property
+    def input(self) -> StoredInput:
+        """How its input is quantized."""
+        return stored_input(self.prefix, self.scheme.activation)
+
+
+def input_leaf(scheme: ActivationScheme) -> str | None:
+    """Last part of the name of a calibrated scale, None where there is none. All formats name it alike."""
+    if not scheme.calibrated:
+        return None
+    return "input_global_scale" if scheme.dtype == "nv_fp" else "input_scale"
+
+
+def stored_input(prefix: str, scheme: ActivationScheme) -> StoredInput:
+    """The input of the module whose tensors are named `prefix.…`."""
+    leaf = input_leaf(scheme)
+    return StoredInput(scheme, leaf and f"{prefix}.{leaf}")
+
+
+def input_specs(prefix: str, scheme: ActivationScheme) -> dict[str, TensorSpec]:
+    """The tensor of a calibrated scale: float32 `[1]`; empty where there is none."""
+    name = stored_input(prefix, scheme).tensor
+    return {name: TensorSpec(dtype=torch.float32, shape=(1,))} if name else {}
+
+
+def pack_input(prefix: str, scheme: ActivationScheme, scale: Tensor | None) -> dict[str, Tensor]:
+    """That tensor."""
+    name = stored_input(prefix, scheme).tensor
+    if name is None:
+        return {}
+    if scale is None:
+        raise ValueError(f"{prefix}: its input has a calibrated scale, and none is given")
+    return {name: scale.to(torch.float32).reshape(1)}
 
 
 def tensor_prefix(site: Site) -> str:
@@ -130,6 +182,8 @@ def is_tied_head(site: Site) -> bool:
 def check_groups(site: Site, scheme: WeightScheme) -> None:
     """Raise `UserError` unless the groups divide the width of `site`."""
     width = site.shape[1]
+    if isinstance(scheme.group_size, tuple):  # the last tile of a row or column may be cut
+        return
     if scheme.group_size not in (PER_CHANNEL, PER_TENSOR) and width % scheme.group_size:
         raise UserError(
             f"{site.name}: group_size {scheme.group_size} (--group_size) does not divide its width {width}, and no reader of this format "
@@ -144,10 +198,14 @@ def check_table(schemes: Mapping[str, Scheme | None], sites: Iterable[Site]) -> 
         raise ValueError(f"scheme table and sites differ: {sorted(names ^ set(schemes))[:3]}")
 
 
-def packed_modules(specs: Iterable[str], leaf: str, modules: Mapping[str, str] | None) -> dict[str, str]:
-    """`{tensor name prefix: module name}` of every weight stored under `prefix.leaf`."""
-    prefixes = [name.removesuffix("." + leaf) for name in specs if name.endswith("." + leaf)]
-    return {prefix: (modules or {}).get(prefix, prefix) for prefix in prefixes}
+def code_tensors(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """`{tensor name prefix: last part of the name}` of every tensor that holds a weight's codes."""
+    found = {}
+    for name, spec in specs.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf in ("qweight", "weight_packed") or (leaf == "weight" and spec.dtype in CODE_DTYPES):
+            found[prefix] = leaf
+    return found
 
 
 def expect_tensor(specs: Mapping[str, TensorSpec], name: str, dtypes: Sequence[torch.dtype], shape: tuple[int, ...] | None) -> TensorSpec:
@@ -163,10 +221,10 @@ def expect_tensor(specs: Mapping[str, TensorSpec], name: str, dtypes: Sequence[t
     return spec
 
 
-def scheme_from_config(place: str, bits: object, group_size: object, symmetric: object) -> WeightScheme:
-    """A `WeightScheme` from values found in config.json; raises `UserError` naming the place."""
+def scheme_from_config(place: str, fields: Mapping[str, object], base: Scheme | None = None) -> Scheme:
+    """A scheme from values found in config.json under auto-round's field names; raises `UserError` naming the place."""
     try:
-        return WeightScheme(bits=bits, group_size=group_size, symmetric=symmetric)  # type: ignore[arg-type]
+        return Scheme.from_dict(fields, base)
     except UserError as error:
         raise UserError(f"quantization_config (config.json), {place}: {error}") from None
 
@@ -190,4 +248,24 @@ def disagreement(name: str, what: str) -> UserError:
 
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Scales are written as float16; these are read."""
+"""Scales of integers are written as float16, others as float32; these are read."""
+
+PACKED_LEAVES = frozenset(
+    (
+        "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_shape",
+        "weight_zero_point", "weight_g_idx",
+    )
+)  # fmt: skip
+"""Last parts of the names of tensors that stand for a quantized weight, beside `weight` itself where it holds bytes."""
+
+INPUT_LEAVES = frozenset(("input_scale", "input_global_scale"))
+"""Last parts of the names of scales of inputs."""
+
+CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+"""Types of a `weight` that holds codes."""
+
+
+def is_packed(name: str, spec: TensorSpec) -> bool:
+    """Whether a tensor is part of a quantized weight."""
+    leaf = name.rpartition(".")[2]
+    return leaf in PACKED_LEAVES or (leaf == "weight" and spec.dtype in CODE_DTYPES)
