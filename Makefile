@@ -4,6 +4,7 @@
 #   make test    the test suite                  make lint    ruff
 #   make types   mypy                            make docs    docs/cli.md from the commands' own --help
 #   make thorough   hundreds of plans against runs on simulated devices (20 minutes on 2 cores)
+#   make accuracy   KL of every scheme against auto-round's, several seeds (two hours on 2 cores)
 #   make bench   seconds of one tuning step      make peers   comparisons with auto-round, in its own environment (.venv-peers)
 #
 # PYTHON=python3.12 picks the interpreter, VENV=DIR the environment, TORCH='torch==2.13.0+cpu' another build of torch, JOBS=1 the
@@ -19,7 +20,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 PEERS := .venv-peers
 
-.PHONY: environment demo test thorough lint types docs docs-check bench peers peers-goldens clean
+.PHONY: environment demo test thorough lint types docs docs-check bench accuracy peers peers-goldens clean
 
 environment: $(VENV)/made
 
@@ -62,9 +63,13 @@ bench: $(VENV)/made
 peers: $(VENV)/made $(PEERS)/made
 	$(BIN)/python tools/peers/compare.py --peer $(PEERS)/bin/python
 
+accuracy: $(VENV)/made $(PEERS)/made
+	$(ONE_THREAD) $(BIN)/python tools/peers/accuracy.py --peer $(PEERS)/bin/python
+
 # auto-round's rounding again, against the hashes that the tests use.
 peers-goldens: $(VENV)/made $(PEERS)/made
+	$(PEERS)/bin/python tools/peers/float_goldens.py tests/golden/autoround_float_rtn.json --check
 	$(PEERS)/bin/python tools/peers/rtn_goldens.py src/evenround/data/tiny-llama tests/golden/autoround_rtn.json --check
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist demo_out peers_out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist demo_out peers_out accuracy_out .mypy_cache .pytest_cache .ruff_cache .hypothesis

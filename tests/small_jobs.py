@@ -28,12 +28,27 @@ from evenround.outlook import group_jobs, outlook
 from evenround.plan import Plan
 from evenround.rehearsal import Rehearsed, Usage, profile
 from evenround.rules import SchemeRules, resolve_schemes
-from evenround.scheme import Scheme
+from evenround.scheme import GroupSize, Scheme
+from evenround.states import needs_text
 from evenround.tune import Draw, GroupResult
 
 GIB = 2**30
 TUNE = TuneConfig(iters=2, batch_size=3, momentum=0.8, keep="last")
 TWO_BLOCKS = replace(TUNE, nblocks=2)
+
+SCHEMES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "MXFP4": ("MXFP4", {}),
+    "MXFP8": ("MXFP8", {}),
+    "NVFP4": ("NVFP4", {}),
+    "FP8_STATIC": ("FP8_STATIC", {}),
+    "FP8_DYNAMIC": ("FP8_DYNAMIC", {}),
+    "FP8_TILES": ("FP8_BLOCK", {"group_size": (16, 16), "act_group_size": 32}),
+    "INT8": ("INT8", {}),
+    "INT4": ("INT4", {}),
+    "MXINT4": ("MXINT4", {}),
+    "W4A16_ASYM": ("W4A16_ASYM", {"group_size": 32}),
+}
+"""Schemes of every kind, as small models can have them: (preset, fields on top)."""
 
 
 @functools.cache
@@ -51,7 +66,9 @@ class Small:
 
     architecture: str = "llama"
     scheme: str = "W4A16"
-    group_size: int = 32
+    """One of `SCHEMES`, or a preset."""
+    group_size: GroupSize | None = None
+    """None: 32 where the preset says 128."""
     ignore_layers: tuple[str, ...] = ()
     tune: TuneConfig = TUNE
     samples: int = 7
@@ -66,15 +83,22 @@ class Small:
 
     @property
     def schemes(self) -> Mapping[str, Scheme | None]:
-        default = scheme_from(self.scheme, {"group_size": self.group_size})
+        name, fields = SCHEMES.get(self.scheme, (self.scheme, {}))
+        default = scheme_from(name, fields)
+        size = 32 if self.group_size is None and default.weight.group_size == 128 else self.group_size
+        default = scheme_from(default, {"group_size": size})
         rules = SchemeRules(default=default, ignore_layers=self.ignore_layers, quant_lm_head=self.head)
         return resolve_schemes(self.skeleton.sites, rules, ragged_groups=False)
+
+    @property
+    def runs_text(self) -> bool:
+        return needs_text(self.schemes.values(), self.tune)
 
     @property
     def tokens(self) -> Tensor | None:
         """`[samples, tokens]`, None where no text is run."""
         generator = torch.Generator().manual_seed(7)
-        return torch.randint(3, 128, (self.samples, self.seqlen), generator=generator) if self.tune.iters else None
+        return torch.randint(3, 128, (self.samples, self.seqlen), generator=generator) if self.runs_text else None
 
     @property
     def mask(self) -> Tensor | None:
@@ -87,7 +111,7 @@ class Small:
     def shape(self) -> tuple[int, ...]:
         """Of the chains."""
         hidden = self.skeleton.config.get_text_config().hidden_size
-        return (self.samples, self.seqlen, hidden) if self.tune.iters else ()
+        return (self.samples, self.seqlen, hidden) if self.runs_text else ()
 
     def jobs(self) -> list[GroupJob]:
         """As a run makes them."""
@@ -120,6 +144,22 @@ def drafted(group: Rehearsed, wish: Wish, count: int, placed: Mapping[str, int] 
     return drafter.with_chains(layout, [0] * count) if wish.chains_on_device else layout
 
 
+STORED = ("codes", "scale", "zero_point", "global_scale", "input_scale")
+
+
+def same_weight(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """The same codes, scales of every kind and zero points."""
+    pairs = [(getattr(one, name), getattr(other, name)) for name in STORED]
+    return all(
+        a is b is None or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(_raw(a), _raw(b))) for a, b in pairs
+    )
+
+
+def _raw(values: Tensor) -> Tensor:
+    """Its bytes."""
+    return values.contiguous().view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a real run of a group took and gave."""
@@ -133,10 +173,9 @@ class Measured:
     """Bytes on each device when the group is done and its outputs are dropped."""
 
     def same_bytes(self, other: "Measured") -> bool:
-        """Codes, scales, zero points, losses and outputs are the same."""
-        pairs = [(self.quantized[name], other.quantized[name]) for name in self.quantized]
+        """Everything that is stored of each weight, losses and outputs are the same."""
         equal = self.quantized.keys() == other.quantized.keys() and all(
-            torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point) for a, b in pairs
+            same_weight(weight, other.quantized[name]) for name, weight in self.quantized.items()
         )
         outputs = all(torch.equal(a, b) for a, b in zip(self.outputs, other.outputs, strict=True))
         return equal and outputs and (self.result and self.result.losses) == (other.result and other.result.losses)

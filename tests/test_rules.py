@@ -1,19 +1,22 @@
 """The rules that give each layer its scheme."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenround.errors import UserError
-from evenround.rules import Override, SchemeRules, parse_layer_config, resolve_schemes, select
-from evenround.scheme import PRESETS, Scheme, WeightScheme
+from evenround.rules import FUSED, Override, SchemeRules, fused_groups, parse_layer_config, resolve_schemes, select
+from evenround.scheme import FLOAT_NAMES, PRESETS, Scheme, WeightScheme
 
 W4 = PRESETS["W4A16"]
 W8 = PRESETS["W8A16"]
+EVERY_FIELD = "bits, group_size, sym, data_type, act_bits, act_group_size, act_sym, act_data_type, act_dynamic"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def refused(action: Callable[[], object], message: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Values
+# Which layer gets which scheme
 
 
 def test_without_rules_everything_but_the_head_has_the_default() -> None:
@@ -123,6 +126,59 @@ def test_sixteen_bits_are_floating_point() -> None:
     assert having(table, None) == {name, "lm_head", *(site.name for site in model() if site.name.endswith("k_proj"))}
 
 
+@pytest.mark.parametrize("value", [*FLOAT_NAMES, "bf16", "fp16", "Fp32"])
+def test_names_of_floating_point(value: str) -> None:
+    assert resolve({"model.layers.0.self_attn.q_proj": value, "layers.1.mlp": value})["model.layers.0.self_attn.q_proj"] is None
+    assert len(having(resolve({"down_proj": value}, default=PRESETS["NVFP4"]), None)) == 13
+
+
+@pytest.mark.parametrize("default", ["W4A16", "W3A16_ASYM", "MXFP4", "NVFP4", "FP8_STATIC", "FP8_BLOCK"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"bits": 16},
+        {"bits": 16, "act_bits": 16},
+        {"bits": 16, "act_bits": None},
+        {"bits": 16, "group_size": 128, "data_type": "fp", "act_bits": 16, "act_data_type": "fp"},  # auto-round's BF16
+        {"bits": 16, "group_size": 128, "sym": True, "data_type": "float", "act_data_type": "float", "act_dynamic": True},
+    ],
+)
+def test_sixteen_bits_are_floating_point_whatever_else_stands_there(default: str, value: Override) -> None:
+    assert len(having(resolve({"down_proj": value}, default=PRESETS[default]), None)) == 13
+
+
+def test_mixed_precision() -> None:
+    table = resolve(
+        {
+            "q_proj": "FP8_DYNAMIC",
+            "k_proj": {"data_type": "nv_fp", "act_data_type": "nv_fp"},
+            "layers.0.mlp": {"bits": 8, "act_bits": 8},
+            "layers.1.mlp": {"data_type": "int", "act_bits": 16},
+            "layers.2.mlp": "BF16",
+            "layers.3.mlp": {"data_type": "fp", "group_size": "128,128", "act_data_type": "fp", "act_group_size": 128},
+            "layers.4.mlp": {"data_type": "fp", "group_size": [128, 128], "act_data_type": "fp", "act_group_size": 128},
+        },
+        default=PRESETS["MXFP4"],
+    )
+    assert having(table, PRESETS["FP8_DYNAMIC"]) == {f"model.layers.{n}.self_attn.q_proj" for n in range(12)}
+    assert having(table, PRESETS["NVFP4"]) == {f"model.layers.{n}.self_attn.k_proj" for n in range(12)}
+    assert having(table, PRESETS["MXFP8"]) == {"model.layers.0.mlp.down_proj"}
+    assert having(table, W4) == {"model.layers.1.mlp.down_proj"}
+    assert having(table, None) == {"model.layers.2.mlp.down_proj", "lm_head"}
+    assert having(table, PRESETS["FP8_BLOCK"]) == {"model.layers.3.mlp.down_proj", "model.layers.4.mlp.down_proj"}
+    assert having(table, PRESETS["MXFP4"]) == {f"model.layers.{n}.mlp.down_proj" for n in range(5, 12)}
+
+
+def test_the_example_in_the_documentation() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "schemes.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    table = resolve(parse_layer_config(example), default=PRESETS["MXFP4"])
+    assert len(having(table, PRESETS["MXFP8"])) == 10, "down_proj, but of two layers"
+    assert having(table, PRESETS["FP8_DYNAMIC"]) == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"}
+    assert len(having(table, PRESETS["NVFP4"])) == 12, "also that of layer 0: the later pattern wins"
+    assert having(table, None) == {"model.layers.11.mlp.down_proj", "lm_head"}
+
+
 def test_ignoring_beats_everything() -> None:
     name = "model.layers.0.self_attn.q_proj"
     table = resolve({name: "W8A16", "q_proj": "W8A16"}, ignore=("layers.0",))
@@ -175,17 +231,26 @@ def test_a_pattern_that_matches_nothing(pattern: str, rest: str) -> None:
     [
         ("W4A61", f"no scheme 'W4A61' (--layer_config 'q_proj'); did you mean 'W4A16'? Schemes: {', '.join(PRESETS)}"),
         (
-            "NVFP4",
-            f"scheme 'NVFP4' (--layer_config 'q_proj') is not implemented yet; integer weight-only schemes are: {', '.join(PRESETS)}",
+            "MXFP6",
+            f"scheme 'MXFP6' (--layer_config 'q_proj') is not implemented yet; schemes are: {', '.join(PRESETS)}",
         ),
         ({"bits": 9}, "--layer_config 'q_proj': bits 9 (--bits) must be a whole number from 2 to 8"),
+        ({"bit": 8}, f"--layer_config 'q_proj': unknown scheme field 'bit'; did you mean 'bits'? Fields: {EVERY_FIELD}"),
+        ({"bits": 16, "zzz": 8}, f"--layer_config 'q_proj': unknown scheme field 'zzz'. Fields: {EVERY_FIELD}"),
         (
-            {"bit": 8},
-            "--layer_config 'q_proj': unknown scheme field 'bit'; did you mean 'bits'? Fields: bits, group_size, sym, data_type, act_bits",
+            {"bits": 16, "act_bits": 8},
+            "--layer_config 'q_proj': bits 16 leaves the layer in floating point, act_bits 8 does not; leave one out",
         ),
         (
-            {"bits": 16, "zzz": 8},
-            "--layer_config 'q_proj': unknown scheme field 'zzz'. Fields: bits, group_size, sym, data_type, act_bits",
+            {"act_group_size": 32},
+            "--layer_config 'q_proj': act_group_size 32 (--act_group_size) would change nothing: activations are not quantized; "
+            "add act_bits 8 or 4 (--act_bits)",
+        ),
+        ({"data_type": "fp", "sym": False}, "--layer_config 'q_proj': data type 'fp' has no zero points; leave --asym out"),
+        (
+            {"data_type": ["fp"]},
+            "--layer_config 'q_proj': data type ['fp'] (--data_type) is not known; did you mean 'fp'? "
+            "Types: int, fp, mx_fp, mx_fp_rceil, mx_int, nv_fp",
         ),
         (8, "--layer_config 'q_proj': 8 must be a scheme name or an object of scheme fields"),
         (None, "--layer_config 'q_proj': None must be a scheme name or an object of scheme fields"),
@@ -219,6 +284,57 @@ def test_a_group_that_does_not_divide_a_width_names_the_layer_and_the_groups_tha
     assert resolve(sites=sites, ignore=("down",))["a.down"] is None
     for group_size in (-1, 0):
         assert resolve(sites=sites, default=Scheme(weight=WeightScheme(bits=4, group_size=group_size)))["a.down"] is not None
+
+
+def test_data_types_whose_groups_do_not_divide_a_width() -> None:
+    """They have one group size: there is no other to advise, and for activations no scale per token."""
+    odd, tail = [Layer("odd", (64, 48))], "leave the layer out with --ignore_layers"
+    only_fake = "Only --format fake can hold a ragged last group"
+    refused(
+        lambda: resolve(sites=odd, default=PRESETS["MXFP4A16"]),
+        f"group_size 32 (--group_size) does not divide the width 48 of odd; data type 'mx_fp' has no others: {tail}. {only_fake}",
+    )
+    assert resolve(sites=odd, default=PRESETS["MXFP4A16"], ragged=True)["odd"] == PRESETS["MXFP4A16"]
+    assert resolve(sites=odd, default=PRESETS["NVFP4"])["odd"] == PRESETS["NVFP4"]
+    for ragged in (False, True):
+        refused(
+            lambda ragged=ragged: resolve(sites=odd, default=PRESETS["MXFP4"], ragged=ragged),  # type: ignore[misc]
+            f"act_group_size 32 (--act_group_size) does not divide the width 48 of odd; {tail}",
+        )
+        refused(
+            lambda ragged=ragged: resolve(sites=odd, default=PRESETS["FP8_BLOCK"], ragged=ragged),  # type: ignore[misc]
+            f"act_group_size 128 (--act_group_size) does not divide the width 48 of odd; {tail}, or quantize its input per token (-1)",
+        )
+    per_token = Scheme.from_dict({"act_group_size": -1}, PRESETS["FP8_BLOCK"])
+    assert resolve(sites=odd, default=per_token)["odd"] == per_token, "tiles may be cut at the edges"
+    for name in ("FP8_STATIC", "FP8_DYNAMIC", "INT8", "INT4", "FPW8A16"):
+        assert resolve(sites=[Layer("odd", (7, 5))], default=PRESETS[name])["odd"] == PRESETS[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Layers that servers run as one
+
+lasts = st.sampled_from([last for row in FUSED for last in row] + ["o_proj", "down_proj", "w2"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(names=st.lists(st.tuples(st.sampled_from(["a.0", "a.1", "b"]), lasts).map(".".join), unique=True))
+def test_fused_groups_are_all_names_once_by_parent(names: list[str]) -> None:
+    groups = fused_groups(names)
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    assert [group[0] for group in groups] == sorted((group[0] for group in groups), key=names.index)
+    for group in groups:
+        assert list(group) == sorted(group, key=names.index) and len({name.rpartition(".")[0] for name in group}) == 1
+        assert len(group) == 1 or any({name.rpartition(".")[2] for name in group} <= set(row) for row in FUSED)
+    heads = {name: group for group in groups for name in group}
+    for row in FUSED:
+        for parent in ("a.0", "a.1", "b"):
+            assert len({heads[name] for last in row if (name := f"{parent}.{last}") in heads}) <= 1
+
+
+def test_fused_layers() -> None:
+    assert [row for row in FUSED if "q_proj" in row or "gate_proj" in row] == [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
+    assert len({last for row in FUSED for last in row}) == sum(map(len, FUSED)), "a name is fused one way"
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -266,6 +382,9 @@ def test_the_loose_form_means_what_json_would(config: dict[str, Override], space
         (r"{.*\.[qk]_proj$: W8A16}", {r".*\.[qk]_proj$": "W8A16"}),
         (r"{layers\.(0|1)\.: {bits: 16}}", {r"layers\.(0|1)\.": {"bits": 16}}),
         ('{"re:.*q_proj": "W8A16"}', {"re:.*q_proj": "W8A16"}),
+        ("{k_proj:BF16,q_proj:{data_type:mx_fp8,act_bits:8}}", {"k_proj": "BF16", "q_proj": {"data_type": "mx_fp8", "act_bits": 8}}),
+        ("{k_proj:{data_type:fp,group_size:'128,128'}}", {"k_proj": {"data_type": "fp", "group_size": "128,128"}}),
+        ('{"k_proj": {"group_size": [128, 128]}}', {"k_proj": {"group_size": [128, 128]}}),
     ],
 )
 def test_forms_of_layer_config(text: str, config: dict[str, Override]) -> None:

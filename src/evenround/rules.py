@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from evenround.errors import UserError, nearest
-from evenround.scheme import FLOAT_NAMES, Scheme, preset
+from evenround.scheme import FLOAT_NAMES, FLOATING, GROUP_OF, Scheme, check_fields, preset
 
 
 class SiteLike(Protocol):
@@ -143,29 +143,35 @@ def _apply(pattern: str, value: Override, default: Scheme) -> Scheme | None:
         return None if value.upper() in FLOAT_NAMES else preset(value, place)
     if not isinstance(value, Mapping):
         raise UserError(f"{place}: {value!r} must be a scheme name or an object of scheme fields")
-    floating = value.get("bits") == 16
     try:
-        scheme = Scheme.from_dict({**value, "bits": default.weight.bits} if floating else value, default)
+        if value.get("bits") != FLOATING:
+            return Scheme.from_dict(value, default)
+        check_fields(value)
+        if value.get("act_bits") not in (None, FLOATING):
+            raise UserError(f"bits 16 leaves the layer in floating point, act_bits {value['act_bits']} does not; leave one out")
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    return None if floating else scheme
+    return None
 
 
 def _check_groups(site: SiteLike, scheme: Scheme, ragged_groups: bool) -> None:
     in_features, group = site.shape[-1], scheme.weight.group_size
     act_group = scheme.activation.group_size
     if scheme.activation.quantized and act_group > 0 and in_features % act_group:
+        per_token = "" if scheme.activation.dtype in GROUP_OF else ", or quantize its input per token (-1)"
         raise UserError(
             f"act_group_size {act_group} (--act_group_size) does not divide the width {in_features} of {site.name}; "
-            "leave the layer out with --ignore_layers, or quantize its input per token (-1)"
+            f"leave the layer out with --ignore_layers{per_token}"
         )
     if isinstance(group, tuple) or group <= 0 or in_features % group == 0 or ragged_groups:
         return
     would = [size for size in (16, 32, 64, 96, 128, 192, 256, 512) if in_features % size == 0]
+    others = f"groups that would: {', '.join(map(str, would)) or 'none'}, or -1 (per output channel). Or leave"
+    if scheme.weight.dtype in GROUP_OF:
+        others = f"data type {scheme.weight.dtype!r} has no others: leave"
     raise UserError(
         f"group_size {group} (--group_size) does not divide the width {in_features} of {site.name}; "
-        f"groups that would: {', '.join(map(str, would)) or 'none'}, or -1 (per output channel). "
-        "Or leave the layer out with --ignore_layers. Only --format fake can hold a ragged last group"
+        f"{others} the layer out with --ignore_layers. Only --format fake can hold a ragged last group"
     )
 
 

@@ -43,14 +43,14 @@ GroupSize = int | tuple[int, int]
 
 
 def _check_type(what: str, flag: str, dtype: object, bits: object) -> None:
-    if dtype not in BITS_OF:
+    if not isinstance(dtype, str) or dtype not in BITS_OF:
         hint = nearest(str(dtype), BITS_OF) or "."
         raise UserError(f"{what} type {dtype!r} ({flag}data_type) is not known{hint} Types: {', '.join(BITS_OF)}")
-    allowed = BITS_OF[str(dtype)]
+    allowed = BITS_OF[dtype]
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in allowed:
         kind = "" if dtype == "int" else f" for data type {dtype!r}"
         wanted = "a whole number from 2 to 8" if dtype == "int" else " or ".join(map(str, allowed))
-        raise UserError(f"bits {bits!r} ({flag}bits) must be {wanted}{kind}")
+        raise UserError(f"{flag[2:]}bits {bits!r} ({flag}bits) must be {wanted}{kind}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +144,8 @@ class ActivationScheme:
                 raise UserError("act_bits 16 (--act_bits) leaves activations alone: give 8 or 4 bits, or leave the other --act_ flags out")
             return
         _check_type("activation data", "--act_", self.dtype, self.bits)
+        if self.dtype in GROUP_OF and self.dynamic is False:
+            raise UserError(f"activation data type {self.dtype!r} takes scales from the values; leave --disable_act_dynamic out")
         size = self.group_size
         if isinstance(size, bool) or not isinstance(size, int) or size < PER_CHANNEL:
             raise UserError(f"act_group_size {size!r} (--act_group_size) must be -1 (per token), 0 (per tensor), or the size of a group")
@@ -167,7 +169,7 @@ class ActivationScheme:
 
     @property
     def label(self) -> str:
-        """Short name for tables: `A8 token`, `A8 tensor static`, `A4 mx_fp`."""
+        """Short name for tables: `A8 int token`, `A8 fp tensor static`, `A4 mx_fp`."""
         if self.dtype in GROUP_OF:
             return f"A{self.bits} {self.dtype}"
         kind = "int" if self.dtype == "int" else "fp"
@@ -211,15 +213,14 @@ class Scheme:
         """The scheme with `fields` (auto-round's names) on top of `base`; an unknown field is an error with the nearest name.
 
         Another data type brings its own group size and width where `fields` do not say, and activations are quantized as weights are
-        where only `act_bits` says that they are.
+        where only `act_bits` says that they are. Raises `UserError` for what makes no scheme.
         """
-        for key in fields:
-            if key not in FIELDS:
-                raise UserError(f"unknown scheme field {key!r}{nearest(key, FIELDS) or '.'} Fields: {', '.join(FIELDS)}")
-        given = {key: _plain(key, value) for key, value in fields.items()}
-        merged = {**(base or DEFAULT).to_dict(), **given}
+        base = base or DEFAULT
+        check_fields(fields)
+        given = _named_bits(fields, base) | {key: _plain(key, value) for key, value in fields.items()}
+        merged = {**base.to_dict(), **given}
         dtype = merged["data_type"]
-        if "group_size" not in given and base is not None and dtype != base.weight.dtype:
+        if "group_size" not in given and dtype != base.weight.dtype:
             merged["group_size"] = GROUP_OF.get(str(dtype), DEFAULT.weight.group_size if dtype == "int" else PER_CHANNEL)
         if "bits" not in given and len(BITS_OF.get(str(dtype), ())) == 1:
             merged["bits"] = BITS_OF[str(dtype)][0]
@@ -232,12 +233,45 @@ class Scheme:
             symmetric=merged["sym"],  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
         )
-        return Scheme(weight=weight, activation=_activation(given, merged, weight))
+        return Scheme(weight=weight, activation=_activation(given, merged, weight, base.activation))
 
 
 DEFAULT = Scheme(weight=WeightScheme(bits=4))
 FIELDS = ("bits", "group_size", "sym", "data_type", "act_bits", "act_group_size", "act_sym", "act_data_type", "act_dynamic")
 """Fields of a scheme under auto-round's names."""
+
+ACT_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "act_group_size": "--act_group_size",
+        "act_sym": "--act_asym",
+        "act_data_type": "--act_data_type",
+        "act_dynamic": "--disable_act_dynamic",
+    }
+)
+"""Flags of the fields that quantize nothing without `act_bits`."""
+
+
+def check_fields(fields: Mapping[str, object]) -> None:
+    """Raise `UserError` with the nearest name for a key that is no field of a scheme."""
+    for key in fields:
+        if key not in FIELDS:
+            raise UserError(f"unknown scheme field {key!r}{nearest(key, FIELDS) or '.'} Fields: {', '.join(FIELDS)}")
+
+
+def _named_bits(fields: Mapping[str, object], base: Scheme) -> dict[str, object]:
+    """The bits that names of data types tell (`mx_fp8`), where `fields` do not. Raises `UserError` where they say otherwise."""
+    found: dict[str, object] = {}
+    for kind, quantized in (("", True), ("act_", base.activation.quantized)):
+        name = str(fields.get(f"{kind}data_type")).lower()
+        told = re.match(r"[a-z_]+(\d)", name) if name in ALIASES else None
+        if told is None:
+            continue
+        bits, asked = int(told[1]), fields.get(f"{kind}bits")
+        if quantized and f"{kind}bits" not in fields:
+            found[f"{kind}bits"] = bits
+        if asked not in (None, FLOATING, bits):
+            raise UserError(f"{kind}bits {asked!r} (--{kind}bits) is not what data type {name!r} (--{kind}data_type) has; leave one out")
+    return found
 
 
 def _plain(key: str, value: object) -> object:
@@ -249,23 +283,29 @@ def _plain(key: str, value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _activation(given: Mapping[str, object], merged: dict[str, object], weight: WeightScheme) -> ActivationScheme:
-    if given.get("act_data_type") == "float":
-        merged["act_bits"] = FLOATING
-    if merged["act_bits"] is None or merged["act_bits"] == FLOATING:
-        asked = {key: given[key] for key in FIELDS[5:] if key in given and given[key] not in ("float", None)}
+def _activation(
+    given: Mapping[str, object], merged: Mapping[str, object], weight: WeightScheme, base: ActivationScheme
+) -> ActivationScheme:
+    bits = merged["act_bits"]
+    if given.get("act_data_type") == "float" and given.get("act_bits") is None:
+        bits = FLOATING
+    if bits is None or bits == FLOATING:
+        asked = {key: given[key] for key in ACT_FLAGS if key in given and given[key] not in ("float", None)}
         if asked and "act_bits" not in given:
-            raise UserError(f"{', '.join(f'--{key} {value}' for key, value in asked.items())} change nothing without --act_bits 8 or 4")
+            what = ", ".join(f"{key} {value} ({ACT_FLAGS[key]})" for key, value in asked.items())
+            raise UserError(f"{what} would change nothing: activations are not quantized; add act_bits 8 or 4 (--act_bits)")
         return ActivationScheme()
     dtype = str(merged.get("act_data_type") or weight.dtype)
-    dynamic = merged.get("act_dynamic", True)
-    size = merged.get("act_group_size")
+    another = base.quantized and dtype != base.dtype
+    if another and "act_bits" not in given and len(BITS_OF.get(dtype, ())) == 1:
+        bits = BITS_OF[dtype][0]
+    dynamic, (size, symmetric) = merged.get("act_dynamic"), map((given if another else merged).get, ("act_group_size", "act_sym"))
     if size is None:
         size = GROUP_OF.get(dtype, PER_TENSOR if dynamic is False else PER_CHANNEL)
     return ActivationScheme(
-        bits=merged["act_bits"],  # type: ignore[arg-type]
+        bits=bits,  # type: ignore[arg-type]
         group_size=size,  # type: ignore[arg-type]
-        symmetric=merged.get("act_sym", True),  # type: ignore[arg-type]
+        symmetric=True if symmetric is None else symmetric,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
         dynamic=True if dynamic is None else dynamic,  # type: ignore[arg-type]
     )
