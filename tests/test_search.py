@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenround.numerics import search
 from evenround.numerics.grouping import to_groups
-from evenround.numerics.search import moment_size, moments, search_limits, searchable
+from evenround.numerics.search import moment_shape, moments, search_limits, searchable
 from evenround.numerics.weights import global_scale, group_limits, make_grid, quantize
 from evenround.scheme import PER_CHANNEL, PRESETS, WeightScheme
 from reference_floats import E2M1, E4M3, INT4, Table
@@ -98,9 +98,8 @@ def damped(seen: Tensor) -> Tensor:
 
 def check(weight: Tensor, inputs: Tensor, scheme: WeightScheme) -> Tensor:
     """Scales `[groups, 1]` that the search chose, when they are candidates and none of these is better."""
-    size = moment_size(scheme, weight.shape[1])
-    seen = torch.zeros(-(-weight.shape[1] // size), size, size)
-    moments(inputs, size, seen)
+    seen = torch.zeros(moment_shape(scheme, weight.shape[1]))
+    moments(inputs, seen)
     own = group_limits(to_groups(weight, scheme.group_size), scheme)
     whole = global_scale(own[0].amax().reshape(1)) if scheme.dtype == "nv_fp" else None
     limits = search_limits(weight, own, scheme, seen, whole)
@@ -150,9 +149,8 @@ def test_no_candidate_is_better_than_the_chosen_scale(name: str) -> None:
 def test_a_search_changes_some_scales(name: str) -> None:
     """Else the test above would say nothing."""
     scheme, weight, inputs = SCHEMES[name], rand(16, 96, seed=3), correlated(40, 96)
-    size = moment_size(scheme, 96)
-    seen = torch.zeros(96 // size, size, size)
-    moments(inputs, size, seen)
+    seen = torch.zeros(moment_shape(scheme, 96))
+    moments(inputs, seen)
     own = group_limits(to_groups(weight, scheme.group_size), scheme)
     whole = global_scale(own[0].amax().reshape(1)) if scheme.dtype == "nv_fp" else None
     found = make_grid(search_limits(weight, own, scheme, seen, whole), (1.0, 1.0), scheme, whole).scale
@@ -168,13 +166,13 @@ def test_ragged_groups_are_searched_as_if_zeros_filled_them(name: str) -> None:
 @pytest.mark.parametrize(("width", "side"), [(192, 96), (131, 1), (256, 128), (300, 100)])
 def test_wide_channels_are_weighed_in_squares(width: int, side: int, symmetric: bool) -> None:
     scheme = WeightScheme(bits=3, group_size=PER_CHANNEL, symmetric=symmetric)
-    assert moment_size(scheme, width) == side
+    assert moment_shape(scheme, width) == (width // side, side, side)
     check(rand(2, width), correlated(30, width), scheme)
 
 
 def test_wide_groups_are_weighed_in_squares() -> None:
     scheme = WeightScheme(bits=3, group_size=192)
-    assert moment_size(scheme, 384) == 96
+    assert moment_shape(scheme, 384) == (4, 96, 96)
     check(rand(2, 384), correlated(30, 384), scheme)
 
 
@@ -243,7 +241,7 @@ def test_moments_add_up_outer_products(width: int, size: int) -> None:
     inputs = rand(7, width)
     seen = torch.zeros(-(-width // size), size, size)
     for part in inputs.split(3):
-        moments(part, size, seen)
+        moments(part, seen)
     for number, square in enumerate(seen):
         for row, column in itertools.product(range(size), range(size)):
             one, other = number * size + row, number * size + column
@@ -255,9 +253,8 @@ def test_moments_add_up_outer_products(width: int, size: int) -> None:
 def test_pieces_of_a_weight_are_searched_like_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device takes more at once than the CPU: the result must not tell."""
     scheme, weight = SCHEMES[name], rand(64, 96)
-    size = moment_size(scheme, 96)
-    seen = torch.zeros(96 // size, size, size)
-    moments(correlated(50, 96), size, seen)
+    seen = torch.zeros(moment_shape(scheme, 96))
+    moments(correlated(50, 96), seen)
     own = group_limits(to_groups(weight, scheme.group_size), scheme)
     whole = global_scale(own[0].amax().reshape(1)) if scheme.dtype == "nv_fp" else None
     at_once = search_limits(weight, own, scheme, seen, whole)
@@ -270,7 +267,7 @@ def test_second_moments_see_what_their_diagonal_does_not() -> None:
     """The output's error on the inputs themselves is smaller than under the plain scale."""
     scheme, weight, inputs = SCHEMES["W2 sym"], rand(64, 96), correlated(200, 96)
     seen = torch.zeros(3, 32, 32)
-    moments(inputs, 32, seen)
+    moments(inputs, seen)
     limits = search_limits(weight, group_limits(to_groups(weight, 32), scheme), scheme, seen)
     errors = []
     for found in (quantize(weight, scheme), quantize(weight, scheme, limits=limits)):

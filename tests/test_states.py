@@ -378,6 +378,20 @@ def test_gradients_with_quantized_inputs_are_the_same_when_activations_are_compu
     assert all(torch.equal(kept, again) for kept, again in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # as torch.compile is first used
+def test_blocks_that_are_compiled_run_uncompiled_on_quantized_inputs() -> None:
+    """Compiled code would not see the hooks."""
+    small = Small(scheme="FP8_DYNAMIC", samples=3)
+    hidden, found = hidden_of(small), []
+    with block_of(small) as block, torch.no_grad():
+        for compiled in (None, {}):
+            with on_devices([block], Placement(SINGLE, [HOST]), compiled) as group:
+                found.append(group.forward(hidden, range(3), 0, group.float_weights()[0], quantized_inputs(group, {})))
+        scales = {site.name: None for site, _ in block.sites}
+        found.append(run_all([by_hand(block, scales)], hidden, 3))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_each_step_runs_on_quantized_inputs() -> None:
     """The gradient of a weight is not the one that float inputs give."""
     small = Small(scheme="FP8_STATIC", samples=3)

@@ -20,13 +20,16 @@ from evenround.errors import UserError, nearest
 from evenround.job import Job, Progress, plan_job
 from evenround.pipeline import run
 from evenround.rules import Override, SchemeRules, parse_layer_config
-from evenround.scheme import DEFAULT, Scheme, preset
+from evenround.scheme import DEFAULT, FLOATING, Scheme, preset
 
 
 def scheme_from(scheme: str | Scheme, fields: Mapping[str, object]) -> Scheme:
     """A preset name or a Scheme, with the fields that are not None (auto-round's names) set on top."""
     base = scheme if isinstance(scheme, Scheme) else preset(scheme)
-    return Scheme.from_dict({key: value for key, value in fields.items() if value is not None}, base)
+    given = {key: value for key, value in fields.items() if value is not None}
+    if given.get("act_bits") == FLOATING and any(key.startswith("act_") and key != "act_bits" for key in given):
+        raise UserError("--act_bits 16 leaves activations alone, and other --act_ flags say how they are quantized; leave these out")
+    return Scheme.from_dict(given, base)
 
 
 def request(
@@ -81,7 +84,8 @@ def request(
     """What `quantize` and `plan` are asked for.
 
     Arguments are auto-round's; `scheme` is W4A16 unless `avg_bits` and `options` are given; `recipe` gives those that are None
-    (`auto-round`: upstream's own optimizer). `placement` forces a strategy, or maps modules to numbers of devices. Raises `UserError` for any wrong input, with what to do next.
+    (`auto-round`: upstream's own optimizer). `placement` forces a strategy, or maps modules to numbers of devices. Raises `UserError` for
+    any wrong input, with what to do next.
     """
     fields = {
         "bits": bits,

@@ -307,8 +307,11 @@ def _either(options: argparse.Namespace, what: str) -> bool | None:
 
 
 def _group_size(text: str) -> int | tuple[int, ...]:
-    """`128`, `-1`, or `128,128`. Raises `ValueError`, which argparse turns into a message."""
-    sizes = tuple(int(part) for part in text.split(","))
+    """`128`, `-1`, or `128,128`. Raises `UserError`."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--group_size {text!r} must be a whole number, or two with a comma between them, such as 128,128") from None
     return sizes[0] if len(sizes) == 1 else sizes
 
 

@@ -175,7 +175,8 @@ def mix_config(avg_bits: float | None, options: str | Sequence[str] | None, give
         raise UserError("--avg_bits and --options go together: a mean number of bits, and the schemes to choose from, such as W2A16,W4A16")
     for name, value in given.items():
         if value is not None:
-            raise UserError(f"--{name} {value} is for one scheme, and --avg_bits chooses among --options; leave it out")
+            flag = {"sym": "--asym", "act_sym": "--act_asym", "act_dynamic": "--disable_act_dynamic"}.get(name, f"--{name} {value}")
+            raise UserError(f"{flag} is for one scheme, and --avg_bits chooses among --options; leave it out")
     return MixConfig(avg_bits=avg_bits, options=options if isinstance(options, str) else ",".join(options))
 
 

@@ -99,7 +99,7 @@ def round_group(job: GroupJob, place: Placement, work: Work) -> dict[str, Quanti
     with place.label("weights"), job.skeleton.materialized(job.names, job.dtype, place.home, work.read):
         work.lap("load")
         with place.label("other"), on_devices(job.blocks(), place) as group:
-            quantized = untuned(group, start_values(group, job.tune, {}), HOST)
+            quantized = untuned(group, start_values(group, job.tune, {}, work.rehearse), HOST)
             work.lap("tune")
             return quantized
 

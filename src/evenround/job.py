@@ -136,6 +136,8 @@ def formats_and_schemes(job: Job, skeleton: Skeleton, schemes: Schemes | None = 
         schemes = resolve_schemes(skeleton.sites, job.rules, ragged_groups=all(exporter.allows_ragged for exporter in exporters))
     exporters = [exporter.for_schemes(schemes) for exporter in exporters]
     check_formats(exporters, skeleton.sites, schemes)
+    if job.device.enable_torch_compile and all(scheme.activation.quantized for scheme in schemes.values() if scheme):
+        raise UserError("--enable_torch_compile would change nothing: blocks with quantized activations run uncompiled; leave it out")
     return exporters, schemes
 
 
@@ -156,7 +158,7 @@ def mixture_of(job: Job, mix: MixConfig, skeleton: Skeleton, rows: TokenRows, dt
 def costliest(mix: MixConfig) -> Scheme:
     """The option that takes most bits: what a plan assumes of every layer."""
     schemes = [option for option in parse_options(mix.options) if option is not None]
-    return max(schemes, key=lambda scheme: scheme.weight.bits)
+    return max(schemes, key=lambda scheme: (scheme.activation.quantized, scheme.weight.bits))
 
 
 def plan_job(job: Job, progress: Progress | None = None) -> Plan:

@@ -31,7 +31,6 @@ from evenround.numerics.activations import fake_quantize
 from evenround.scheme import ActivationScheme
 from evenround.tensorfile import file_size, load_json, read_range
 
-
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 
 

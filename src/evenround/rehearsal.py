@@ -19,8 +19,8 @@ from evenround.chains import Chain, Chains
 from evenround.group import GroupJob, Work, homes, round_group, tune_group
 from evenround.memory.place import Layout, Placement
 from evenround.memory.simulate import SimulatedDevices
-from evenround.states import made_up_inputs, quantized_inputs, start_values
-from evenround.tune import REHEARSED, Samples, initial_states, micro_batch_error, tuned_weights
+from evenround.states import REHEARSED, made_up_inputs, quantized_inputs, start_values
+from evenround.tune import Samples, initial_states, micro_batch_error, tuned_weights
 
 UNLIMITED = 1 << 60
 
@@ -135,7 +135,7 @@ def profile(group: Rehearsed) -> Profile:
         blocks = job.blocks()
         roots = {block.name: block.module for block in blocks}
         with on_devices(blocks, place) as on, _tagging(roots, devices):
-            starts = start_values(on, job.tune, made_up_inputs(on, job.tune))
+            starts = start_values(on, job.tune, made_up_inputs(on, job.tune), rehearse=True)
             states = initial_states(on, starts, job.tune)
             leaves = tuned_weights(on, states, job.dtype)
             chain = Chain.empty((1, *group.shape[1:-1], job.width or group.shape[-1]), job.dtype, homes(layout, place.devices, 1, None))

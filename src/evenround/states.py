@@ -20,10 +20,13 @@ from evenround.model import Site
 from evenround.numerics.activations import fake_quantize, input_scale
 from evenround.numerics.grouping import from_groups, to_groups
 from evenround.numerics.quantized import QuantizedWeight
-from evenround.numerics.search import moment_size, moments, search_limits, searchable
+from evenround.numerics.search import moment_shape, moments, search_limits, searchable
 from evenround.numerics.weights import global_scale, group_limits, parameter_gradients, qdq, quantize
 from evenround.rules import fused_groups
 from evenround.scheme import Scheme
+
+REHEARSED = 2
+"""Rounds of each loop that a rehearsal makes: what the first leaves behind is there in the second, and later ones repeat it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,12 @@ class Seen:
 
     def see(self, values: Tensor, mask: Tensor | None) -> None:
         """values: `[…, in]`; mask: bool, its leading dimensions where tokens may not count."""
-        if mask is not None and values.shape[:2] == mask.shape:
-            values = values * mask.to(values.device).unsqueeze(-1)
         rows = values.reshape(-1, values.shape[-1]).float()
+        if mask is not None and mask.numel() == len(rows):  # blocks may flatten tokens; experts see some of them only
+            rows = rows * mask.to(values.device).reshape(-1, 1)
         torch.maximum(self.magnitude, rows.abs().amax(), out=self.magnitude)
         if self.moments is not None:
-            moments(rows, self.moments.shape[1], self.moments)
+            moments(rows, self.moments)
 
     def add(self, other: "Seen") -> None:
         """What another replica saw."""
@@ -51,14 +54,14 @@ class Seen:
             self.moments.add_(other.moments.to(self.moments.device))
 
     def to(self, device: torch.device) -> "Seen":
+        """The same on `device`."""
         return Seen(self.magnitude.to(device), None if self.moments is None else self.moments.to(device))
 
 
 def _nothing_seen(site: Site, scheme: Scheme, config: TuneConfig, device: torch.device) -> Seen:
     squares = None
     if config.search_scales and searchable(scheme.weight):
-        size = moment_size(scheme.weight, site.shape[1])
-        squares = torch.zeros(-(-site.shape[1] // size), size, size, device=device)
+        squares = torch.zeros(moment_shape(scheme.weight, site.shape[1]), device=device)
     return Seen(torch.zeros(1, device=device), squares)
 
 
@@ -122,12 +125,16 @@ class Start:
     """float32 `[1]`, for calibrated activations."""
 
     def to(self, device: torch.device) -> "Start":
+        """The same on `device`."""
         whole, inputs = (None if part is None else part.to(device) for part in (self.whole, self.input_scale))
         return Start(tuple(limit.to(device) for limit in self.limits), whole, inputs)
 
 
-def start_values(group: Group, config: TuneConfig, seen: Mapping[str, Seen]) -> dict[str, Start]:
-    """Limits of every site's groups, searched where `config` says so, and the scales that sites share."""
+def start_values(group: Group, config: TuneConfig, seen: Mapping[str, Seen], rehearse: bool = False) -> dict[str, Start]:
+    """Limits of every site's groups, searched where `config` says so, and the scales that sites share.
+
+    rehearse: search no longer than it takes to see all memory.
+    """
     place, limits, magnitudes = group.place, dict[str, tuple[Tensor, ...]](), dict[str, Tensor]()
     with place.label("tuning state"):
         for block, site, scheme in group.sites:
@@ -143,7 +150,8 @@ def start_values(group: Group, config: TuneConfig, seen: Mapping[str, Seen]) -> 
             if config.search_scales and searchable(scheme.weight):
                 measured = seen[name].moments
                 assert measured is not None
-                found = search_limits(block.weight(site).to(place.work(name)), found, scheme.weight, measured, shared.get(name))
+                weight, tries = block.weight(site).to(place.work(name)), REHEARSED if rehearse else None
+                found = search_limits(weight, found, scheme.weight, measured, shared.get(name), tries)
             scale = input_scale(inputs[name], scheme.activation) if scheme.activation.calibrated else None
             result[name] = Start(found, shared.get(name), scale)
     return result

@@ -29,10 +29,7 @@ from evenround.model import Site
 from evenround.numerics.grouping import chunks
 from evenround.numerics.quantized import QuantizedWeight
 from evenround.scheme import Scheme
-from evenround.states import Seen, SiteState, Start, Watch, initial_state, quantized_inputs, start_values, untuned
-
-REHEARSED = 2
-"""Rounds of each loop that a rehearsal makes: what the first leaves behind is there in the second, and later ones repeat it."""
+from evenround.states import REHEARSED, Seen, SiteState, Start, Watch, initial_state, quantized_inputs, start_values, untuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +316,7 @@ def tune_block(
     on_step: called with (iteration, mini-batch loss).
     Raises `UserError` naming the block when inputs are not finite.
     """
-    starts = start_values(group, config, seen)
+    starts = start_values(group, config, seen, rehearse)
     plain = untuned(group, starts, HOST)
     tunes = config.iters > 0 and bool(plain)
     rtn_loss = _judge(group, plain, samples, None if tunes else outputs, rehearse, check=True)

@@ -32,7 +32,6 @@ from evenround.evaluate import max_length, streamed_loss, text_rows
 from evenround.export import (
     EXPORTERS,
     INPUT_LEAVES,
-    METHODS,
     StoredInput,
     StoredWeight,
     format_of,

@@ -38,16 +38,18 @@ def searchable(scheme: WeightScheme) -> bool:
     return scheme.dtype != "fp" and not (scheme.dtype == "int" and scheme.bits == 8) and scheme.group_size != PER_TENSOR
 
 
-def moment_size(scheme: WeightScheme, in_features: int) -> int:
-    """Side of the squares of M that are kept."""
+def moment_shape(scheme: WeightScheme, in_features: int) -> tuple[int, int, int]:
+    """`[squares, size, size]`: of the squares of M that are kept, which cover whole groups."""
     assert isinstance(scheme.group_size, int)
     group = in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
-    return next(size for size in range(min(group, WIDEST), 0, -1) if group % size == 0)
+    size = next(size for size in range(min(group, WIDEST), 0, -1) if group % size == 0)
+    return scheme.groups(in_features) * (group // size), size, size
 
 
-def moments(inputs: Tensor, size: int, into: Tensor) -> None:
-    """Add Σ x xᵀ of consecutive `size` channels of `inputs` `[tokens, in]` to `into` `[in / size, size, size]`."""
-    missing = -inputs.shape[1] % size
+def moments(inputs: Tensor, into: Tensor) -> None:
+    """Add Σ x xᵀ of neighbouring channels of `inputs` `[tokens, in]` to `into` `[squares, size, size]`."""
+    squares, size, _ = into.shape
+    missing = squares * size - inputs.shape[1]
     if missing:
         inputs = torch.nn.functional.pad(inputs, (0, missing))
     by_square = inputs.reshape(len(inputs), -1, size).transpose(0, 1)
@@ -55,11 +57,17 @@ def moments(inputs: Tensor, size: int, into: Tensor) -> None:
 
 
 def search_limits(
-    weight: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, seen: Tensor, whole: Tensor | None = None
+    weight: Tensor,
+    limits: tuple[Tensor, ...],
+    scheme: WeightScheme,
+    seen: Tensor,
+    whole: Tensor | None = None,
+    tries: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Limits, `[groups, 1]` each, under which `make_grid` with clip factors 1 gives the best scales found.
 
     weight: `[out, in]`. limits: its own. seen: M, `[squares, size, size]` as `moments` adds it up. whole: `nv`'s global scale.
+    tries: only so many candidates, as many as it takes to see all memory (None: all).
     """
     rows = to_groups(weight, scheme.group_size)
     groups = scheme.groups(weight.shape[1])
@@ -71,7 +79,7 @@ def search_limits(
     step = max(1, (PIECE if host else ACCELERATOR_CHUNK) // (groups * rows.shape[1])) * groups
     for start in range(0, len(rows), step):
         at = slice(start, start + step)
-        found = _best(rows[at].to(limits[0].dtype), tuple(limit[at] for limit in limits), scheme, error, whole)
+        found = _best(rows[at].to(limits[0].dtype), tuple(limit[at] for limit in limits), scheme, error, whole, tries)
         for into, values in zip(result, found, strict=True):
             into[at] = values
     return result
@@ -94,10 +102,12 @@ class _Error:
         return per_square.reshape(self.groups, -1, per_square.shape[1]).sum(1).t().reshape(-1, 1)
 
 
-def _best(rows: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, error: _Error, whole: Tensor | None) -> tuple[Tensor, ...]:
+def _best(
+    rows: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, error: _Error, whole: Tensor | None, tries: int | None
+) -> tuple[Tensor, ...]:
     if scheme.dtype == "int":
-        return _symmetric(rows, limits, scheme, error) if scheme.symmetric else _asymmetric(rows, limits, scheme, error)
-    candidates = _magnitudes(limits[0], scheme, whole)
+        return _symmetric(rows, limits, scheme, error, tries) if scheme.symmetric else _asymmetric(rows, limits, scheme, error, tries)
+    candidates = _magnitudes(limits[0], scheme, whole)[: None if tries is None else tries + 1]
     best, least = candidates[0], error(rows, make_grid((candidates[0],), (1.0,), scheme, whole))
     for candidate in candidates[1:]:
         found = error(rows, make_grid((candidate,), (1.0,), scheme, whole))
@@ -118,15 +128,15 @@ def _magnitudes(plain: Tensor, scheme: WeightScheme, whole: Tensor | None) -> li
 
 def _as_half(scale: Tensor) -> Tensor:
     """A scale as float16 holds it, not nearer to zero than plain rounding lets it be."""
-    half = scale.to(torch.float16).to(scale.dtype)
-    return torch.where(half < 0, half.clamp(max=-MIN_SCALE), half.clamp(min=MIN_SCALE))
+    half = scale.to(torch.float16)
+    return torch.where(half < 0, half.clamp(max=-MIN_SCALE), half.clamp(min=MIN_SCALE)).to(scale.dtype)
 
 
-def _symmetric(rows: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, error: _Error) -> tuple[Tensor, ...]:
+def _symmetric(rows: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, error: _Error, tries: int | None) -> tuple[Tensor, ...]:
     half = 2 ** (scheme.bits - 1)
     plain = make_grid(limits, (1.0, 1.0), scheme)
     best, least = plain.scale, error(rows, plain)
-    for share in [sign * share for share in SHARES for sign in (1, -1)]:
+    for share in [sign * share for share in SHARES for sign in (1, -1)][:tries]:
         scale = _as_half(plain.scale * share)
         found = error(rows, Grid(scale, 0.0, -half, half - 1))
         better = found < least
@@ -135,18 +145,17 @@ def _symmetric(rows: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, e
     return torch.where(best > 0, -reach, 0.0), torch.where(best > 0, 0.0, reach)
 
 
-def _asymmetric(rows: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, error: _Error) -> tuple[Tensor, ...]:
+def _asymmetric(rows: Tensor, limits: tuple[Tensor, ...], scheme: WeightScheme, error: _Error, tries: int | None) -> tuple[Tensor, ...]:
     highest = 2**scheme.bits - 1
     low, high = limits
     plain = make_grid(limits, (1.0, 1.0), scheme)
     assert isinstance(plain.zero, Tensor)
     scale, zero, least = plain.scale, plain.zero, error(rows, plain)
-    for lower in ENDS:
-        for upper in ENDS:
-            grid = make_grid((low * lower, high * upper), (1.0, 1.0), scheme)
-            assert isinstance(grid.zero, Tensor)
-            found = error(rows, grid)
-            better = found < least
-            scale, zero = torch.where(better, grid.scale, scale), torch.where(better, grid.zero, zero)
-            least = torch.where(better, found, least)
+    for lower, upper in [(lower, upper) for lower in ENDS for upper in ENDS][:tries]:
+        grid = make_grid((low * lower, high * upper), (1.0, 1.0), scheme)
+        assert isinstance(grid.zero, Tensor)
+        found = error(rows, grid)
+        better = found < least
+        scale, zero = torch.where(better, grid.scale, scale), torch.where(better, grid.zero, zero)
+        least = torch.where(better, found, least)
     return -zero * scale, (highest - zero) * scale
