@@ -103,3 +103,20 @@ def test_wrong_wishes(source: Path, tmp_path: Path, settings: dict[str, object],
     with pytest.raises(UserError) as caught:
         quantize(source, tmp_path, **LIGHT, **settings)  # type: ignore[arg-type]
     assert str(caught.value) == message
+
+
+def test_a_layer_config_that_splits_what_servers_fuse_is_told(source: Path, tmp_path: Path) -> None:
+    class Listening(Silent):
+        notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    told = Listening()
+    settings = {**LIGHT, "recipe": "rtn", "iters": 0, "format": "fake", "scheme": "W4A16G32", "layer_config": {"k_proj": "W8A16G32"}}
+    quantize(source, tmp_path, progress=told, **settings)  # type: ignore[arg-type]
+    first = "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj"
+    assert (
+        f"{first} have different schemes, and 2 more such groups: transformers loads that; servers that run them as one layer, such as vLLM, "
+        "do not. Give them the same scheme, or leave all of them out"
+    ) in told.notes

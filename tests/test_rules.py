@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenround.errors import UserError
-from evenround.rules import FUSED, Override, SchemeRules, fused_groups, parse_layer_config, resolve_schemes, select
+from evenround.rules import FUSED, Override, SchemeRules, fused_groups, parse_layer_config, resolve_schemes, select, split_layers
 from evenround.scheme import FLOAT_NAMES, PRESETS, Scheme, WeightScheme
 
 W4 = PRESETS["W4A16"]
@@ -411,3 +411,14 @@ def test_layer_config_that_cannot_be_read(text: str, reason: str) -> None:
 @pytest.mark.parametrize("text", ["[]", '"W8A16"', "8", "null"])
 def test_layer_config_that_is_no_object(text: str) -> None:
     refused(lambda: parse_layer_config(text), f"layer_config {text!r} (--layer_config) must be an object: name or pattern → scheme")
+
+
+def test_layers_that_servers_fuse_and_that_have_different_schemes() -> None:
+    names = [f"model.layers.{block}.self_attn.{part}" for block in range(2) for part in ("q_proj", "k_proj", "v_proj")]
+    table: dict[str, Scheme | None] = dict.fromkeys([*names, "model.layers.0.mlp.down_proj"], W4)
+    assert split_layers(table) == ()
+    table["model.layers.1.self_attn.k_proj"] = W8
+    table["model.layers.0.mlp.down_proj"] = None
+    assert split_layers(table) == (tuple(names[3:]),)
+    table["model.layers.0.self_attn.v_proj"] = None
+    assert split_layers(table) == (tuple(names[:3]), tuple(names[3:]))

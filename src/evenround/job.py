@@ -22,7 +22,7 @@ from evenround.outlook import outlook
 from evenround.output import check_formats, output_specs
 from evenround.plan import Plan
 from evenround.record import BlockRecord
-from evenround.rules import SchemeRules, resolve_schemes
+from evenround.rules import SchemeRules, resolve_schemes, split_layers
 from evenround.scheme import Scheme
 from evenround.states import needs_text
 
@@ -124,6 +124,19 @@ def measuring_dtype(job: Job, skeleton: Skeleton, device: torch.device, tell: Pr
 
 
 Schemes = Mapping[str, Scheme | None]
+
+
+def cautions(exporters: Sequence[Exporter], schemes: Schemes) -> list[str]:
+    """What the user should know of these schemes in these formats, before anything is done."""
+    notes = [note for exporter in exporters for note in exporter.cautions(schemes)]
+    split = split_layers(schemes)
+    if split:
+        more = f", and {len(split) - 1} more such groups" if len(split) > 1 else ""
+        notes.append(
+            f"{', '.join(split[0])} have different schemes{more}: transformers loads that; servers that run them as one layer, "
+            "such as vLLM, do not. Give them the same scheme, or leave all of them out"
+        )
+    return notes
 
 
 def formats_and_schemes(job: Job, skeleton: Skeleton, schemes: Schemes | None = None) -> tuple[list[Exporter], Schemes]:

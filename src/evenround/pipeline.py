@@ -22,7 +22,7 @@ from evenround.config import MixConfig, OutputConfig, as_dict
 from evenround.errors import UserError
 from evenround.export import Exporter
 from evenround.group import GroupJob, Work, homes, round_group, tune_group
-from evenround.job import Job, Progress, Silent, compute_dtype, formats_and_schemes, locate, measuring_dtype, mixture_of
+from evenround.job import Job, Progress, Silent, cautions, compute_dtype, formats_and_schemes, locate, measuring_dtype, mixture_of
 from evenround.loading import load_tokenizer
 from evenround.manifest import Manifest, require_space
 from evenround.memory.devices import Machine, parse_devices, release_host_memory
@@ -98,7 +98,7 @@ def _quantize(job: Job, tell: Progress, machine: Machine, devices: Stage) -> dic
         mixture = _mixture(job, job.mix, skeleton, rows, devices, tell)
     exporters, schemes = formats_and_schemes(job, skeleton, mixture.schemes if mixture else None)
     tell.schemes(skeleton.sites, schemes)
-    for note in [note for exporter in exporters for note in exporter.cautions(schemes)]:
+    for note in cautions(exporters, schemes):
         tell.note(note)
 
     dtype = compute_dtype(job, skeleton, schemes, devices.where[0], tell)

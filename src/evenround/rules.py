@@ -187,6 +187,11 @@ FUSED: tuple[tuple[str, ...], ...] = (
 """Last parts of names of layers that vLLM and SGLang run as one, where they have the same parent."""
 
 
+def split_layers(schemes: Mapping[str, Scheme | None]) -> tuple[tuple[str, ...], ...]:
+    """Layers that servers run as one (`fused_groups`), and that have different schemes all the same."""
+    return tuple(names for names in fused_groups(list(schemes)) if len({schemes[name] for name in names}) > 1)
+
+
 def fused_groups(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """The sites `names` in groups that servers run as one layer: q, k and v of an attention, gate and up of an MLP or of one expert.
 

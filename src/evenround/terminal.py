@@ -86,7 +86,8 @@ class TerminalProgress:
 
     def group_done(self, number: int, count: int, record: BlockRecord) -> None:
         label = record.blocks[0] if len(record.blocks) == 1 else f"{record.blocks[0]} … {record.blocks[-1].rsplit('.', 1)[-1]}"
-        losses = "" if record.rtn_loss is None else f"  rtn loss {record.rtn_loss:.3g}"
+        what = "loss of what came before" if record.kept == "float" else "rtn loss"
+        losses = "" if record.rtn_loss is None else f"  {what} {record.rtn_loss:.3g}"
         if record.tuned_loss is not None:
             losses += f", tuned {record.tuned_loss:.3g}"
         seconds = sum(record.seconds.values())
