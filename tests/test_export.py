@@ -21,6 +21,7 @@ from torch import Tensor
 from evenround.checkpoint import Checkpoint, TensorSpec
 from evenround.errors import UserError
 from evenround.export import EXPORTERS, Exporter, StoredWeight, format_of, get_exporter, read_inputs, read_schemes, tensor_prefix
+from evenround.export.autoround_config import SchemeFields
 from evenround.model import Site
 from evenround.numerics.packing import pack_bits
 from evenround.numerics.quantized import QuantizedWeight
@@ -797,3 +798,14 @@ def test_extra_config_by_regular_expression() -> None:
 def test_packed_bytes_are_a_bit_string_along_in() -> None:
     quantized = random_weight(scheme(5), (32, 64))
     assert torch.equal(packed("auto_round", quantized)["x.qweight"], pack_bits(quantized.codes.t().contiguous(), 5, axis=0))
+
+
+def test_fields_left_out_of_extra_config_are_the_defaults() -> None:
+    """Also where a data type would bring another group size to a user's flags: per group stays per group."""
+    default = PRESETS["FP8_BLOCK"].to_dict()
+    activation = ActivationScheme(bits=4, group_size=128, dtype="int")
+    other = Scheme(weight=WeightScheme(bits=8, group_size=128), activation=activation)
+    changed = {key: value for key, value in other.to_dict().items() if value != default[key]}
+    assert "act_group_size" not in changed
+    config = {**default, "quant_method": "auto-round", "extra_config": {"down_proj": changed}}
+    assert SchemeFields.read(config).scheme("model.layers.0.mlp.down_proj") == other

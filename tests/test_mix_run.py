@@ -117,6 +117,25 @@ def test_a_layer_config_that_splits_what_servers_fuse_is_told(source: Path, tmp_
     quantize(source, tmp_path, progress=told, **settings)  # type: ignore[arg-type]
     first = "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj"
     assert (
-        f"{first} have different schemes, and 2 more such groups: transformers loads that; servers that run them as one layer, such as vLLM, "
-        "do not. Give them the same scheme, or leave all of them out"
+        f"{first} have different schemes, and 2 more such groups: transformers loads that; servers that run them as one layer, such as "
+        "vLLM, do not. Give them the same scheme, or leave all of them out"
     ) in told.notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"options": "W4A16G32,FP8_DYNAMIC"},
+            "'FP8_DYNAMIC' (--options): model.layers.0.self_attn.q_proj: auto-round's reader has no kernel for ",
+        ),
+        ({"options": "W4A16G32,MXFP8"}, "W4 g32 sym and MXFP8 A8 mx_fp cannot lie in one checkpoint of format 'auto_round' (--format)"),
+        ({"avg_bits": float("nan")}, "avg_bits nan (--avg_bits) must be a positive number, such as 3.5"),
+        ({"avg_bits": -3.0}, "avg_bits -3.0 (--avg_bits) must be a positive number, such as 3.5"),
+    ],
+)
+def test_options_are_refused_before_anything_is_measured(source: Path, tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    for run in (lambda **wish: quantize(source, tmp_path, **wish), lambda **wish: plan(source, **wish)):
+        with pytest.raises(UserError) as caught:
+            run(format="auto_round", **LIGHT, **{**MIX, **settings})
+        assert str(caught.value).startswith(message)

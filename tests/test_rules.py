@@ -422,3 +422,15 @@ def test_layers_that_servers_fuse_and_that_have_different_schemes() -> None:
     assert split_layers(table) == (tuple(names[3:]),)
     table["model.layers.0.self_attn.v_proj"] = None
     assert split_layers(table) == (tuple(names[:3]), tuple(names[3:]))
+
+
+def test_one_dynamic_scale_for_a_whole_batch_is_refused() -> None:
+    scheme = Scheme.from_dict({"act_bits": 8, "act_group_size": 0}, W8)
+    with pytest.raises(UserError) as caught:
+        resolve_schemes(model(), SchemeRules(default=scheme))
+    assert str(caught.value) == (
+        "act_group_size 0 (--act_group_size) of model.layers.0.self_attn.q_proj with dynamic scales: one scale for a batch would make "
+        "results depend on how many samples are computed at once; add --disable_act_dynamic, or quantize per token (-1)"
+    )
+    static = Scheme.from_dict({"act_bits": 8, "act_group_size": 0, "act_dynamic": False}, W8)
+    assert all(found == static for name, found in resolve_schemes(model(), SchemeRules(default=static)).items() if name != "lm_head")

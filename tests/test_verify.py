@@ -566,3 +566,11 @@ def test_a_layer_of_zeros() -> None:
     zeros = torch.zeros(16, 32)
     assert layer_error("layer", scheme, round_weight(zeros, scheme).dequantize(), zeros).relative_rmse == 0
     assert layer_error("layer", scheme, torch.ones(16, 32), zeros).relative_rmse > 1
+
+
+def test_padding_of_tiles_and_groups_does_not_narrow_the_bound() -> None:
+    """Zeros that fill up a tile lie where the grid is finest; an intact layer at a tile's edge would be called damaged."""
+    weight = torch.randn(36, 72, generator=torch.Generator().manual_seed(3))
+    whole = layer_error("layer", WeightScheme(bits=8, group_size=(36, 72), dtype="fp"), weight, weight).bound
+    cut = layer_error("layer", WeightScheme(bits=8, group_size=(128, 128), dtype="fp"), weight, weight).bound
+    assert cut == pytest.approx(whole)

@@ -307,11 +307,11 @@ def _either(options: argparse.Namespace, what: str) -> bool | None:
 
 
 def _group_size(text: str) -> int | tuple[int, ...]:
-    """`128`, `-1`, or `128,128`. Raises `UserError`."""
+    """`128`, `-1`, or `128,128`. Raises `argparse.ArgumentTypeError`, whose text the parser shows."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--group_size {text!r} must be a whole number, or two with a comma between them, such as 128,128") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, or two with a comma between them, such as 128,128") from None
     return sizes[0] if len(sizes) == 1 else sizes
 
 

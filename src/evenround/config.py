@@ -36,6 +36,8 @@ class TuneConfig:
     """Step size of V; None: 1 / iters."""
     minmax_lr: float | None = None
     """Step size of the clip factors; None: lr."""
+    coarse_inputs: float = 1.0
+    """Factor of both step sizes for layers whose inputs are quantized to 4 bits."""
     momentum: float = 0.0
     """Decay of the averaged gradient whose sign is followed; 0: the sign of each step's own gradient."""
     minmax_tuning: bool = True
@@ -65,6 +67,7 @@ class TuneConfig:
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise UserError(f"--momentum {self.momentum!r} must be a number of at least 0 and below 1")
         _positive("clip_limit", self.clip_limit)
+        _positive("coarse_inputs", self.coarse_inputs)
         if self.keep not in ("best", "last"):
             raise UserError(f"keep {self.keep!r} must be 'best' or 'last' (--keep)")
 
@@ -89,6 +92,9 @@ class Recipe:
     """The step size of V is 1 / iters, but not above this: a short run with larger steps ends worse than it began."""
     minmax_share: float = 0.5
     """Step size of the clip factors as a share of that of V."""
+    coarse_inputs: float = 2.0
+    """Factor of step sizes for layers whose inputs have 4 bits, unless a step size is given: inputs are noisy, and weights that make up for
+    it move far."""
     momentum: float = 0.8
     keep: Literal["best", "last"] = "last"
     search_scales: bool = True
@@ -105,7 +111,9 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "light": Recipe(iters=50),
         "rtn": Recipe(iters=0, opt_rtn=False),
         "opt-rtn": Recipe(iters=0),
-        "auto-round": Recipe(largest_lr=1.0, minmax_share=1.0, momentum=0.0, keep="best", search_scales=False, clip_limit=1.0),
+        "auto-round": Recipe(
+            largest_lr=1.0, minmax_share=1.0, coarse_inputs=1.0, momentum=0.0, keep="best", search_scales=False, clip_limit=1.0
+        ),
     }
 )
 """auto-round's recipes by name, with our optimizer settings (docs/log.md: why); `auto-round` is upstream's default to the letter."""
@@ -146,6 +154,7 @@ def tune_config(
         gradient_accumulate_steps=gradient_accumulate_steps,
         lr=size,
         minmax_lr=size * base.minmax_share if minmax_lr is None else minmax_lr,
+        coarse_inputs=base.coarse_inputs if lr is None else 1.0,
         momentum=base.momentum if momentum is None else momentum,
         minmax_tuning=minmax_tuning,
         search_scales=search,

@@ -41,20 +41,23 @@ def layer_error(name: str, scheme: WeightScheme, found: Tensor, original: Tensor
     rows = to_groups(original, scheme.group_size)
     limits = group_limits(rows, scheme)
     whole = global_scale(limits[0].amax()).reshape(1) if scheme.dtype == "nv_fp" else None
-    step = _rms_step(rows, make_grid(limits, (1.0, 1.0), scheme, whole))
+    grid = make_grid(limits, (1.0, 1.0), scheme, whole)
+    filled = None if rows.numel() == original.numel() else to_groups(torch.ones_like(original), scheme.group_size)
+    step = _rms_step(rows, grid, filled)
     rms, error = (float(part.double().square().mean().sqrt()) for part in (original, found - original))
     bound = min(0.6 * step / rms, 1.1) if rms else 1.0
     return LayerError(name=name, scheme=scheme.label, relative_rmse=error / (rms or step), bound=bound)
 
 
-def _rms_step(rows: Tensor, grid: Grid) -> float:
-    """RMS over the elements of `[groups, size]` of the distance between neighbours on the grid."""
+def _rms_step(rows: Tensor, grid: Grid, filled: Tensor | None) -> float:
+    """RMS over the elements of `[groups, size]` of the distance between neighbours on the grid; `filled`: 0 where a group is padded."""
     if grid.element is None:
         return float(grid.scale.double().square().mean().sqrt())
     total = 0.0
     for at in chunks(rows):
-        total += float(grid.element.spacing(rows[at] / grid.scale[at]).mul_(grid.scale[at]).double().square().sum())
-    return (total / rows.numel()) ** 0.5
+        steps = grid.element.spacing(rows[at] / grid.scale[at]).mul_(grid.scale[at])
+        total += float((steps if filled is None else steps.mul_(filled[at])).double().square().sum())
+    return (total / (rows.numel() if filled is None else float(filled.sum()))) ** 0.5
 
 
 def far_codes(quantized: QuantizedWeight, original: Tensor, *, travel: float, exact: bool, whole_steps: bool = True) -> int:

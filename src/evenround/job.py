@@ -1,6 +1,7 @@
 """What a user asks for, as one value, and what a job tells while it is done; the plan of a job, which needs no more than config.json."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,32 @@ def formats_and_schemes(job: Job, skeleton: Skeleton, schemes: Schemes | None = 
     return exporters, schemes
 
 
+def check_options(job: Job, mix: MixConfig, skeleton: Skeleton) -> tuple[Scheme | None, ...]:
+    """The schemes to choose from. Raises `UserError` for one that no layer can have in the job's formats, and for those that one checkpoint
+    cannot hold together, before anything is measured."""
+    options = parse_options(mix.options)
+    if not (math.isfinite(mix.avg_bits) and mix.avg_bits > 0):
+        raise UserError(f"avg_bits {mix.avg_bits} (--avg_bits) must be a positive number, such as 3.5")
+    sites = [site for site in skeleton.sites if not site.is_head]
+    for exporter in [get_exporter(name) for name in job.output.formats]:
+        table: dict[str, Scheme | None] = {}
+        for number, option in enumerate(options):
+            if option is None:
+                continue
+            fitting, reason = [], ""
+            for site in sites:
+                try:
+                    exporter.check(site, option)
+                    fitting.append(site)
+                except UserError as error:
+                    reason = reason or str(error)
+            if not fitting:
+                raise UserError(f"{mix.options.split(',')[number].strip()!r} (--options): {reason}")
+            table |= {site.name: option for site in fitting[number :: len(options)]}
+        exporter.for_schemes(table)
+    return options
+
+
 def mixture_of(job: Job, mix: MixConfig, skeleton: Skeleton, rows: TokenRows, dtype: torch.dtype, device: torch.device) -> Mixture:
     """The schemes that `mix` asks for, from what quantizing each layer would cost on a part of the calibration text."""
     exporters = [get_exporter(name) for name in job.output.formats]
@@ -164,7 +191,7 @@ def mixture_of(job: Job, mix: MixConfig, skeleton: Skeleton, rows: TokenRows, dt
 
     measurement = Measurement(tokens=rows.tokens, mask=rows.mask, dtype=dtype, device=device, store=None, seed=job.tune.seed)
     ragged = all(exporter.allows_ragged for exporter in exporters)
-    options = parse_options(mix.options)
+    options = check_options(job, mix, skeleton)
     return mixed_schemes(skeleton, job.rules, options, mix.avg_bits, measurement, ragged_groups=ragged, check=check)
 
 
@@ -182,6 +209,7 @@ def plan_job(job: Job, progress: Progress | None = None) -> Plan:
     machine = parse_devices(job.device.device, planning=True)
     skeleton = _skeleton(job)
     if job.mix is not None:
+        check_options(job, job.mix, skeleton)
         job = dataclasses.replace(job, rules=dataclasses.replace(job.rules, default=costliest(job.mix)))
         text = "schemes are chosen by measuring; planned as if every layer had {}, and without the memory of the measurement"
         (progress or Silent()).note(text.format(job.rules.default.label))

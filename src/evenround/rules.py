@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from evenround.errors import UserError, nearest
-from evenround.scheme import FLOAT_NAMES, FLOATING, GROUP_OF, Scheme, check_fields, preset
+from evenround.scheme import FLOAT_NAMES, FLOATING, GROUP_OF, PER_TENSOR, Scheme, check_fields, preset
 
 
 class SiteLike(Protocol):
@@ -156,6 +156,11 @@ def _apply(pattern: str, value: Override, default: Scheme) -> Scheme | None:
 
 def _check_groups(site: SiteLike, scheme: Scheme, ragged_groups: bool) -> None:
     in_features, group = site.shape[-1], scheme.weight.group_size
+    if scheme.activation.quantized and scheme.activation.dynamic and scheme.activation.group_size == PER_TENSOR:
+        raise UserError(
+            f"act_group_size 0 (--act_group_size) of {site.name} with dynamic scales: one scale for a batch would make results depend "
+            "on how many samples are computed at once; add --disable_act_dynamic, or quantize per token (-1)"
+        )
     act_group = scheme.activation.group_size
     if scheme.activation.quantized and act_group > 0 and in_features % act_group:
         per_token = "" if scheme.activation.dtype in GROUP_OF else ", or quantize its input per token (-1)"

@@ -273,6 +273,8 @@ def _follow(group: Group, site: Pending, config: TuneConfig, fraction: float) ->
         state = site.state.on(device)
     with group.place.label("gradients"):
         gradients = state.gradients(site.total(device), config.minmax_tuning)
+    if state.scheme.activation.bits <= 4:
+        fraction *= config.coarse_inputs
     for index, gradient in enumerate(gradients):
         parameter = state.parameters[index]
         size = (config.step_size if index == 0 else config.clip_step_size) * fraction

@@ -6,7 +6,8 @@ Calibration tokens come from `--rows` (see rows.py), or from `--dataset FILE.txt
 auto-round's own means. Token rows are handed over as a list of tensors `[batch_size, seqlen]`, which auto-round treats as user data:
 it masks the last position of each row in attention and in the loss, and every pad token (see README.md).
 
-`--iters 0` is plain rounding to nearest (`disable_opt_rtn`) unless `--opt_rtn` asks for a search. Plain rounding has two implementations upstream: `--route model_free` (shard by shard,
+`--iters 0` is plain rounding to nearest (`disable_opt_rtn`) unless `--opt_rtn` asks for a search. Plain rounding has two implementations
+upstream: `--route model_free` (shard by shard,
 float32) and `--route regular` (the model in its compute type); `auto` lets auto-round choose.
 
 Upstream's sub-folders are flattened into OUT. OUT/peer_run.json holds the settings, the compute type that was really used, versions,

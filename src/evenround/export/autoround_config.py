@@ -105,8 +105,9 @@ class SchemeFields:
                 raise UserError(f"quantization_config (config.json), extra_config[{key!r}] is {fields!r}, not an object of scheme fields")
             bits = fields.get("bits", default.weight.bits)
             wide = isinstance(bits, int) and bits >= FLOATING
-            known = {name: fields[name] for name in FIELDS if name in fields}
-            extra[key] = None if wide else scheme_from_config(f"extra_config[{key!r}]", known, default)
+            # Fields that are left out are the default's, also where a data type would bring others to a user's flags.
+            known = {**default.to_dict(), **{name: fields[name] for name in FIELDS if name in fields}}
+            extra[key] = None if wide else scheme_from_config(f"extra_config[{key!r}]", known)
         return SchemeFields(default, tuple(blocks) if blocks else None, extra)
 
     def scheme(self, name: str) -> Scheme | None:

@@ -122,7 +122,7 @@ class LlmCompressorExporter:
             found.append("3, 5, 6 and 7 bits are packed densely, which compressed-tensors reads from 0.18 on")
         if any(scheme.activation.quantized and scheme.activation.dtype == "int" and scheme.activation.bits < 8 for scheme in used):
             found.append("integer activations of less than 8 bits are computed by transformers with compressed-tensors only, not by vLLM")
-        if any(scheme.activation.quantized and scheme.weight.dtype in GROUP_OF for scheme in used):
+        if any((scheme.activation.quantized or len(used) > 1) and scheme.weight.dtype in GROUP_OF for scheme in used):
             found.append(
                 "transformers with compressed-tensors 0.20 computes with MX and NVFP4 in bfloat16 only: load with dtype=torch.bfloat16"
             )
