@@ -88,7 +88,7 @@ def test_no_flag_is_both_known_and_refused() -> None:
         (["--data_type", "mx_fp8", "--bits", "4"], "bits 4 (--bits) is not what data type 'mx_fp8' (--data_type) has"),
         (["--group_size", "128,128"], "group_size (128, 128) (--group_size): only data type 'fp' has tiles"),
         (["--group_size", "1,2,3"], "group_size (1, 2, 3) (--group_size)"),
-        (["--group_size", "many"], "argument --group_size: 'many' must be a whole number, or two with a comma between them, such as 128,128"),
+        (["--group_size", "many"], "argument --group_size: 'many' must be a whole number, or two with a comma between "),
         (["--act_bits", "9"], "act_bits 9 (--act_bits) must be a whole number from 2 to 8"),
         (["--act_bits", "4", "--act_data_type", "fp"], "act_bits 4 (--act_bits) must be 8 for data type 'fp'"),
         (["--act_group_size", "32"], "act_group_size 32 (--act_group_size) would change nothing"),

@@ -17,7 +17,7 @@ from evenround.errors import UserError
 from evenround.model import Skeleton, skeleton_from
 from evenround.numerics.quantized import QuantizedWeight
 from evenround.numerics.weights import quantize
-from evenround.scheme import Scheme, WeightScheme
+from evenround.scheme import PRESETS, Scheme, WeightScheme
 from evenround.states import start_values, untuned
 from evenround.tune import Draw, GroupResult, Samples, float_outputs, squared_error, step, tune_block
 
@@ -280,3 +280,11 @@ def test_a_scale_too_large_for_float16_names_the_layer(skeleton: Skeleton, tmp_p
         block.module.get_parameter("mlp.up_proj.weight").mul_(1e8)
         with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj: a scale of magnitude .* does not fit float16; leave it out"):
             round_to_nearest([block])
+
+
+def test_layers_with_four_bit_inputs_move_further_and_no_others(skeleton: Skeleton, two_blocks: tuple[list[Block], torch.Tensor]) -> None:
+    (block, _), hidden = two_blocks
+    for name, further in (("MXFP4", True), ("MXFP8", False), ("MXFP4A16", False)):
+        other = make_block(skeleton, 0, block.call, PRESETS[name])
+        once, twice = (tune([other], hidden, replace(CONFIG, coarse_inputs=factor, keep="last")) for factor in (1.0, 2.0))
+        assert further != all(torch.equal(weight.codes, twice.quantized[site].codes) for site, weight in once.quantized.items()), name
