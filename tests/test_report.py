@@ -70,7 +70,7 @@ def test_one_checkpoint(run: Path) -> None:
 
 def test_files_of_others(source: Path, tmp_path: Path) -> None:
     save_model(ARCHITECTURES["llama"], tmp_path / "source")
-    options: dict[str, Any] = {"iters": 0, "device_map": "cpu", "max_shard_size": "60KB"}
+    options: dict[str, Any] = {"recipe": "rtn", "device_map": "cpu", "max_shard_size": "60KB"}
     quantize(tmp_path / "source", tmp_path / "out", scheme="W3A16G32", format="llm_compressor", **options)
     with_record = show(tmp_path / "out")
     (tmp_path / "out" / "evenround.json").unlink()

@@ -54,7 +54,7 @@ def test_the_phases_of_a_step_are_marked_in_their_order(main: Any, tmp_path: Pat
     file = tmp_path / "picture.svg"
     main([str(tiny_llama()), "--device=sim:64MiB", "-o", str(file), *flags(SMALL)])
     marks = [group.attrib for group in ElementTree.parse(file).getroot().iter(f"{SVG}g") if "data-phase" in group.attrib]
-    expected = ["load", "float reference", "judge plain rounding", "step forward", "step backward", "update", "judge"]
+    expected = ["load", "float reference", "search scales", "judge plain rounding", "step forward", "step backward", "update", "judge"]
     assert [mark["data-phase"] for mark in marks] == expected
     starts = [int(mark["data-first"]) for mark in marks]
     assert starts == sorted(set(starts)) and starts[0] == 0
@@ -64,7 +64,7 @@ def test_samples_with_two_micro_batches_go_forward_and_backward_twice(main: Any,
     file = tmp_path / "picture.svg"
     main([str(tiny_llama()), "--device=sim:64MiB", "-o", str(file), *flags({**SMALL, "batch_size": 2, "gradient_accumulate_steps": 2})])
     names = [group.get("data-phase") for group in ElementTree.parse(file).getroot().iter(f"{SVG}g") if "data-phase" in group.attrib]
-    assert names[3:-2] == ["step forward", "step backward"] * 2
+    assert names[4:-2] == ["step forward", "step backward"] * 2
 
 
 def test_wrong_input_is_said_in_words(main: Any, tmp_path: Path) -> None:

@@ -84,14 +84,16 @@ class Recorder(SimulatedDevices):
     def lap(self, done: str) -> None:
         """`tune_group` says which part of its work is done."""
         self.laps.append(done)
-        self.begin({"load": "float reference", "reference": "judge plain rounding"}.get(done, "judge"))
+        self.begin({"load": "float reference", "reference": "search scales"}.get(done, "judge"))
 
     @contextlib.contextmanager
     def label(self, category: Category) -> Iterator[None]:
         """What memory is for tells where the code is, between the laps."""
         now = self.phases[-1][0]
         if self.laps[-1:] == ["reference"]:
-            if category == "tuning state" and now == "judge plain rounding":
+            if category == "weights" and now == "search scales":
+                self.begin("judge plain rounding")
+            elif category == "tuning state" and now == "judge plain rounding":
                 self.begin("step forward")
             elif category == "saved activations" and now == "step backward" and torch._C._current_graph_task_id() == -1:
                 self.begin("step forward")
@@ -123,7 +125,7 @@ def _rehearsed(job: Job, plan: Plan) -> Rehearsed:
     machine, skeleton = parse_devices(job.device.device, planning=True), _skeleton(job)
     _, schemes = formats_and_schemes(job, skeleton)
     first = machine.devices[0]
-    dtype = compute_dtype(job, skeleton, first.where or torch.device(first.kind), _Quiet())
+    dtype = compute_dtype(job, skeleton, schemes, first.where or torch.device(first.kind), _Quiet())
     tokens = None
     if plan.shape:
         samples, length, _ = plan.shape
